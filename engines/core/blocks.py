@@ -123,13 +123,11 @@ class BlockManager:
             block.ref_count += 1
         sequence.block_ids = prefix
         sequence.num_published_blocks = len(prefix)
-        sequence.num_computed_tokens = len(prefix) * self.block_size
+        sequence.num_computed_tokens = num_hit = len(prefix) * self.block_size
         if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(
-                sequence.num_computed_tokens, sequence.num_prompt_tokens
-            )
+            sequence.num_cached_tokens = min(num_hit, sequence.num_prompt_tokens)
             self.num_query_tokens += sequence.num_tokens
-            self.num_hit_tokens += sequence.num_computed_tokens
+            self.num_hit_tokens += num_hit
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate blocks for `num_tokens` tokens. Returns False, and allocates nothing, if too few are free."""

@@ -54,9 +54,8 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         if (given := config.max_mixed_prefill_tokens) is not None:
             spare_s = prefill_limit and prefill_limit.spare_s
             prefill_limit = PrefillLimit(given, spare_s=spare_s, is_fixed=True)
-        limits = StepLimits(
-            config.max_num_batched_tokens, config.max_images_per_step, prefill_limit
-        )
+        most = config.max_num_batched_tokens, config.max_images_per_step
+        limits = StepLimits(*most, prefill_limit)
         self.scheduler = Scheduler(
             self.blocks,
             limits,
@@ -183,11 +182,8 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
                 speculator.note(batch, result, time.perf_counter() - started_at)
             outputs = self._update(batch, result, started_at)
             if self.scheduler.num_preemptions > num_preemptions:
-                outputs += [
-                    self._answers[name].flush()
-                    for name in self.scheduler.waiting
-                    if self._answers[name].held
-                ]
+                waiting = [self._answers[name] for name in self.scheduler.waiting]
+                outputs += [answer.flush() for answer in waiting if answer.held]
         except SequenceFailure as failure:
             self.blocks.withdraw(self.scheduler.find(failure.request_id))
             answer = self._forget(failure.request_id)

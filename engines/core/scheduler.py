@@ -371,10 +371,9 @@ class StepPipeline:
             return Batch(), StepResult([])
         except SequenceFailure as failure:
             self.discard()
-            failed = (
-                i.sequence for i in batch.items if i.sequence.request_id == failure.request_id
-            )
-            if any(each.finish_reason is not None for each in failed):
+            sequences = {item.sequence.request_id: item.sequence for item in batch.items}
+            failed = sequences.get(failure.request_id)
+            if failed is not None and failed.finish_reason is not None:
                 return Batch(), StepResult([])
             raise
         self._limits.note(batch, result, launched.launch_s)

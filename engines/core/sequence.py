@@ -128,18 +128,17 @@ class Sequence(Struct, eq=False):
         cls, request: EngineRequest, max_output_tokens: int, eos_token_ids: Iterable[int] = ()
     ) -> "Sequence":
         """The sequence of a request, with the output of earlier attempts after the prompt."""
-        salt, adapter = request.cache_salt, request.adapter
+        salt, adapter, sampling = request.cache_salt, request.adapter, request.sampling
         if adapter is not None:  # keys and values depend on the adapter
             salt = f"{salt}\0{adapter.digest}"
         # an attempt that emitted a token has reported all prompt logprobs
-        wants_scores = (
-            request.sampling.num_prompt_logprobs is not None and not request.output_token_ids
-        )
+        wants_scores = sampling.num_prompt_logprobs is not None and not request.output_token_ids
+        ends = (*eos_token_ids, *sampling.stop_token_ids) if sampling.min_tokens else ()
         return cls(
             request_id=request.request_id,
             token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt_tokens=len(request.prompt_token_ids),
-            sampling=request.sampling,
+            sampling=sampling,
             images=request.images,
             cache_salt=salt,
             priority=request.priority,
@@ -148,9 +147,7 @@ class Sequence(Struct, eq=False):
             adapter=adapter,
             constraint=request.constraint and request.constraint.begin(),
             max_output_tokens=max_output_tokens,
-            eos_token_ids=(*eos_token_ids, *request.sampling.stop_token_ids)
-            if request.sampling.min_tokens
-            else (),
+            eos_token_ids=ends,
             num_scored_tokens=0 if wants_scores else NOT_SCORED,
         )
 

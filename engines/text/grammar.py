@@ -71,9 +71,7 @@ class Drafter:
         for token_id, text in enumerate(self._bytes):
             if text:
                 self._ids.setdefault(text, token_id)
-        self._is_word = [
-            text.isascii() and text.replace(b" ", b"").isalpha() for text in self._bytes
-        ]
+        self._is_word = [x.isascii() and x.replace(b" ", b"").isalpha() for x in self._bytes]
         self._longest = min(32, max(map(len, self._ids), default=0))
 
     def draft(self, matcher: "LLMatcher", output: list[int]) -> list[int]:

@@ -110,16 +110,14 @@ def test_a_model_is_moved_to_its_device_without_accelerate(tmp_path: Path) -> No
     assert model.kv_shapes
 
 
-JAMBA = text(
-    "Jamba", "Jamba", shares_prefixes=False, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
-    expert_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=8,
-)  # fmt: skip
-
-
 def test_a_module_that_reads_the_bias_of_a_linear_layer_is_given_it(tmp_path: Path) -> None:
     """Its states stay another matter: the self-check finds that its scores differ."""
+    jamba = text(
+        "Jamba", "Jamba", shares_prefixes=False, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+        expert_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=8,
+    )  # fmt: skip
     with pytest.raises(UnsupportedCheckpoint, match=r"JambaForCausalLM.* differ"):
-        create_engine({"kind": "torch", "model": str(write(JAMBA, tmp_path)), "device": "cpu"})
+        create_engine({"kind": "torch", "model": str(write(jamba, tmp_path)), "device": "cpu"})
 
 
 def test_what_fails_in_the_first_steps_is_one_sentence(
