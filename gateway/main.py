@@ -88,7 +88,7 @@ def create_app(
 
 
 def _find_render(path: str, headers: Mapping[bytes, bytes]) -> Render | None:
-    """The error format for a path that is no surface's. None: OpenAI's."""
+    """The error format for a path without a surface. None: OpenAI's."""
     if path.startswith("/api/"):
         return render_ollama
     if path.startswith("/v1/models") and b"anthropic-version" in headers:

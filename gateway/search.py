@@ -16,9 +16,9 @@ from shared.settings.tree import SearchSettings
 
 TIMEOUT_S = 60.0
 _CONNECT_S = 2.0
-#: Expected restart time of the search process before one was measured; largest retry-after.
+#: Assumed duration of the first outage; maximum of retry-after.
 RESTART_S, MAX_RETRY_S = 5.0, 30.0
-_away = partial(unavailable, "search", "The vector stores are")
+_unavailable = partial(unavailable, "search", "The vector stores are")
 _CODES = {
     "conflict": "model_changed", "read_only": "store_read_only", "full": "store_full",
     "too_large": "request_too_large", "invalid": "invalid_value",
@@ -46,7 +46,7 @@ class SearchClient:
         )
 
     async def ask(self, request: Request[T], name: Callable[[str], str | None] | None = None) -> T:
-        """Send a request. `name`: maps the parameter of a fault to the API's name. Raises: ApiError."""
+        """Send a request. `name`: translates the parameter of an error to the API's field name. Raises: ApiError."""
         if not self.is_on:
             raise NotFound(
                 "Vector stores are not served here: start `vlm serve --search`, or `vlm search-node` "
@@ -56,14 +56,14 @@ class SearchClient:
         try:
             answer = await self._client.post("/", content=msgspec.msgpack.encode(request))
         except (httpx.ConnectError, httpx.ReadError, httpx.RemoteProtocolError):
-            raise _away(self._outage.begin(time.monotonic())) from None
+            raise _unavailable(self._outage.begin(time.monotonic())) from None
         except httpx.HTTPError:
-            raise _away() from None
+            raise _unavailable() from None
         self._outage.end(time.monotonic())
         if answer.status_code == 422:
             raise to_error(msgspec.msgpack.decode(answer.content, type=Fault), name)
         if answer.status_code != 200:
-            raise _away()
+            raise _unavailable()
         [base] = type(request).__orig_bases__  # type: ignore[attr-defined]
         return msgspec.msgpack.decode(answer.content, type=get_args(base)[0])
 
@@ -77,19 +77,19 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
     if fault.code == "not_found":
         return NotFound(fault.message, param=fault.param, code="not_found")
     if (code := _CODES.get(fault.code)) is None:
-        return _away()
+        return _unavailable()
     return InvalidRequest(fault.message, param=param, code=code)
 
 
 class Outage:
-    """Estimates how long the search process will be unavailable, by the last outage."""
+    """Estimates retry-after while the search process is unavailable, from the duration of the last outage."""
 
     def __init__(self) -> None:
         self._began_at: float | None = None
         self._last_s = RESTART_S
 
     def begin(self, now: float) -> int:
-        """Estimated seconds until the end: the rest of the last outage's duration, else the duration so far."""
+        """Note a failure. Returns retry-after: the remainder of the last outage's duration, or the duration so far."""
         self._began_at = self._began_at or now
         so_far_s = now - self._began_at
         left_s = self._last_s - so_far_s

@@ -336,7 +336,7 @@ class ChunkStream(Generic[Options]):
             "system_fingerprint": head.package or SYSTEM_FINGERPRINT,
             "service_tier": options.service_tier,
         }
-        self._chunk: Any = None  # the last chunk: creating one for each costs more
+        self._chunk: Any = None  # reused, because creating a chunk each time costs more
         self._begun: set[int] = set()
         self._num_tokens = 0
         self._counts: dict[int, int] = {}  # output tokens by choice

@@ -313,7 +313,7 @@ def _check_digest(caller: Caller) -> str:
 
 
 _PATH = "/v1/applications/{name}"
-_TRIES = 20  # of a change, while others change the same record
+_TRIES = 20  # attempts of a change that conflicts with other changes of the record
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -348,7 +348,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """Raises: ValueError."""
         if self.weights and not any(self.weights.values()):
-            raise ValueError("weights: send more than 0 for one version at least")
+            raise ValueError("weights: send a weight above 0 for at least one version")
 
 
 class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -513,7 +513,7 @@ class Applications(DeployResource):
             raise invalid("environment", f"{error}") from None
         async with self._held(body.digest, body.signature) as manifest:
             if manifest.config.kind == "model" and body.environment != Environment():
-                problem = "a model has no variables; its engine's settings are in its package (vlm deploy --set)"
+                problem = "models do not support environment variables; set engine settings with vlm deploy --set"
                 raise invalid("environment", problem)
             status, found = await self._deploy(name, body, manifest.least_memory_bytes)
         return Response(msgspec.json.encode(found), status, media_type="application/json")

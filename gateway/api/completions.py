@@ -240,7 +240,7 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """A message. Clients send an assistant's message back with all fields of the answer, and with some of their own."""
+    """A message. Clients may send an assistant's message back with all fields of the answer and others."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     #: null or missing only in assistant messages
@@ -541,7 +541,7 @@ def translate(
 
 
 class _Messages(msgspec.Struct):
-    """The messages of a request as a conversation. Raises: InvalidRequest."""
+    """Translates the messages of a request to a conversation. Raises: InvalidRequest."""
 
     _request: ChatCompletionRequest
     _limits: LimitSettings

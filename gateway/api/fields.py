@@ -26,7 +26,7 @@ from shared.settings.limits import MAX_MODEL_CHARS, MAX_NAME_CHARS, MAX_USER_CHA
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
-User = Annotated[UserName | None, Meta(description="The end user, of whom the log has a hash.")]
+User = Annotated[UserName | None, Meta(description="Identifies the end user; logged as a hash.")]
 ShowsTimings = Annotated[bool | None, Meta(description="Return the durations of stages.")]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored

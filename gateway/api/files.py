@@ -116,7 +116,7 @@ class BatchResource(Resource):
     tag = "batches"
 
     _batches: Batches | None
-    _look: Callable[[], None]  #: called when the runner has work
+    _look: Callable[[], None]  #: wakes the runner
     _limits: LimitSettings
     _endpoints: Sequence[str]  #: paths that lines may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
@@ -222,7 +222,7 @@ PURPOSES = ("assistants", "user_data")
 BATCH_PURPOSES = (PURPOSE, "batch_output")
 OWN_PURPOSES = (*BATCH_PURPOSES, IMAGES)
 _FORM = "multipart/form-data"
-_READ_S = 60.0  #: in which reading a stored image must begin
+_READ_S = 60.0  #: time limit to begin reading a stored image
 _MAX_MEMORY_BYTES = 1024 * 1024  #: of an uploaded file; larger files are on disk
 _MAX_FORM_BYTES = 64 * 1024  #: of a form without its file
 

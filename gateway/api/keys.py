@@ -43,7 +43,7 @@ from shared.sessions.store import SessionStore
 _PATH = "/v1/admin/keys"
 _MAX = 2**31
 _PAGE = 100
-_ENDS_WITHIN_S = 20.0  #: until cancelled batches have ended
+_ENDS_WITHIN_S = 20.0  #: time limit for cancelled batches to end
 _POLL_S = 0.2
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$(?!\n)"
 
@@ -372,7 +372,7 @@ def _to_object(record: KeyRecord) -> KeyObject:
 
 
 class UsageQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The query of `GET /v1/usage`. Days are of UTC."""
+    """The query of `GET /v1/usage`. Days are in UTC."""
 
     begin: date | None = field(default=None, name="from")  #: null: the first day of this month
     end: date | None = field(default=None, name="to")  #: the last day; null: today

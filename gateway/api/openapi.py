@@ -22,7 +22,7 @@ _ERRORS = {
     "403": "The key lacks a role, or the page has another origin.",
     "404": "The model, or the object named in the path, does not exist.",
     "408": "The body did not arrive in time.",
-    "409": "The state of what is named does not allow it; `code` says why.",
+    "409": "The state of the object does not allow the request; `code` has the reason.",
     "413": "The body is too large, or a limit of the key is reached.",
     "415": "The body has another media type or charset, or is compressed.",
     "422": "An idempotency key was used for another request.",

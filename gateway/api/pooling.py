@@ -172,7 +172,7 @@ class EmbeddingOptions(msgspec.Struct, frozen=True):
 
 
 class Embeddings(Surface):
-    """Turn texts and images into vectors."""
+    """Compute embeddings of texts and images."""
 
     name = "embeddings"
     path = "/v1/embeddings"
@@ -278,7 +278,7 @@ class Inputs:
 
     def _image(self, url: str, param: str) -> ImagePart:
         if not self._card.supports_images:
-            raise invalid(param, "this model takes no images", code="unsupported_input")
+            raise invalid(param, "this model does not support images", code="unsupported_input")
         self.images.append(to_image(url, param))
         return ImagePart(len(self.images) - 1)
 

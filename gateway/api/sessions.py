@@ -504,7 +504,7 @@ class Sessions(Resource):
         finally:
             call.close()
 
-    # How tasks stand
+    # States of tasks
 
     async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, TaskState]:
         """The task of the path, and its state. Raises: NotFound, QueueUnavailable."""
@@ -556,7 +556,7 @@ class Sessions(Resource):
             while (left_s := until - time.monotonic()) > 0 and not call.choices[0].is_finished:
                 for _, event in await call.receive(left_s):
                     if isinstance(event, KeyEnded):
-                        call.is_resumable = True  # the task goes on
+                        call.is_resumable = True  # the task continues
                         raise from_failed(event)
         except Gone:
             pass

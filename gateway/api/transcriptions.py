@@ -47,7 +47,7 @@ _TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 _TRANSCRIBE = "Transcribe this audio word by word. Answer with the transcript only."
 _TRANSLATE = "Translate the speech in this audio into English. Answer with the translation only."
 _MAX_PROMPT_CHARS = 4096
-_NUMBERS = ("temperature", "stream")  #: fields that are no texts
+_NUMBERS = ("temperature", "stream")  #: fields that are not text
 
 #: Two characters of Chinese or Japanese, which have no spaces between sentences.
 _UNSPACED = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]{2}")

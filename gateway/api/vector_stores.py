@@ -198,7 +198,7 @@ class ChangeFileRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/file_batches`: ids, or files with options of their own."""
+    """The body of `POST /v1/vector_stores/{id}/file_batches`: ids, or files with separate options."""
 
     file_ids: FileIds | None = None
     files: (

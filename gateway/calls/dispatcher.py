@@ -320,7 +320,7 @@ class Dispatcher:
                 if now > call.deadline_at + _DEADLINE_GRACE_S:
                     call.fail(choice, ErrorCode.DEADLINE_EXCEEDED, _LATE_MESSAGE)
 
-    # Silence
+    # Requests without recent events
 
     async def _look_after(self) -> None:
         """Look up silent requests, shard by shard."""

@@ -135,7 +135,7 @@ class KeyLimits:
         if quota is None:
             return None
         first = calls[0]
-        if _finds_segments(first.task):  # that of the segments counts
+        if _finds_segments(first.task):  # only the requests for its segments count
             quota = replace(quota, max_tenant_requests_per_minute=0)
         each = [possible_tokens(call.task, card) for call in calls]
         possible = max(each, key=lambda tokens: tokens.total)

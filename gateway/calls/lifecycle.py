@@ -176,7 +176,7 @@ class Lifecycle:
         finally:
             call.close()
 
-    # In
+    # Requests
 
     async def _open(self, exchange: Exchange, recorder: Recorder) -> Reply | None:
         """Read and queue the request, and free its body. Returns None if it is already answered."""
@@ -202,7 +202,7 @@ class Lifecycle:
         is_possible = (
             other
             and recorder.surface.task == "generate"
-            and context.route  # lines of a batch wait
+            and context.route  # lines of a batch wait instead
             and models.may_use(context.tenant, other)
             and models.num_ready(other, side) > 0
         )
@@ -396,9 +396,7 @@ class Lifecycle:
                 raise result
         for image, param in zip(images, params, strict=True):
             if image.data is None and not await self.blobs.hold(image.ref, holder, ttl_s=ttl_s):
-                message = (
-                    "An image, video or audio of the conversation is no longer kept: send it again."
-                )
+                message = "An image, video or audio of the conversation is no longer stored: send it again."
                 raise InvalidRequest(message, param=param, code="invalid_image")
 
     async def _load_images(
@@ -456,7 +454,7 @@ class Lifecycle:
             call.when_closed(partial(self.refunds.add, reservation))
         return call
 
-    # Out
+    # Answers
 
     async def _answer(self, exchange: Exchange, reply: Reply, recorder: Recorder) -> None:
         """Send the answer. Raises: ApiError, Gone, before or after the status line."""
@@ -582,9 +580,9 @@ def check_images(
     for kind, medium in MEDIA.items():
         given = [source for source in images if source.kind == kind]
         if given and not medium.is_taken(card):
-            problem = f"this model takes no {medium.plural}; send text only"
+            problem = f"this model does not support {medium.plural}; send text only"
             if kind == "video" and card.supports_images:
-                problem = "this model takes no videos; send its frames as images"
+                problem = "this model does not support videos; send the frames as images"
             raise invalid(given[0].param, problem, code="unsupported_image")
         most = medium.max_count(limits)
         if kind == "image" and task != "generate":

@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouteTable:
-    """Routes by name. The store is read at intervals, in a task of its own: the registry does not wait for it."""
+    """Routes by name. The store is read at intervals, in a separate task: the registry does not wait for it."""
 
     def __init__(self, store: PackageStore | None) -> None:
         """Without a `store` there are no routes."""
@@ -199,7 +199,7 @@ class ModelDirectory:
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
     def target(self, name: str) -> str:
-        """The model of an alias, even if it is unknown; a name that is no alias is returned unchanged."""
+        """The model of an alias, even if it is unknown; other names are returned unchanged."""
         return self._aliases.get(name, name)
 
     def num_ready(self, name: str, side: str) -> int:

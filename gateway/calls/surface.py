@@ -37,7 +37,7 @@ class Request(Protocol):
 
     @property
     def user(self) -> str | None:
-        """The end user, of whom the log has only a short hash."""
+        """Identifies the end user; logged as a short hash."""
         ...
 
 

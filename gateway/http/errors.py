@@ -136,7 +136,7 @@ class Overloaded(ApiError):
 
 
 class RateLimited(Overloaded):
-    """The key or the address is over a limit of its own; others are served."""
+    """A limit of this key or address is exceeded; others are served."""
 
     status = 429
     type = "rate_limit_error"

@@ -63,7 +63,7 @@ class Router:
     metrics: InitVar[GatewayMetrics]
     origins: Collection[str]  #: of pages that may send POST requests
     hosts: Collection[str]  #: names of this gateway besides localhost, for clients without keys
-    #: Error format by path and headers, for paths that are no surface's.
+    #: Error format by path and headers, for paths without a surface.
     find_render: Callable[[str, Mapping[bytes, bytes]], Render | None]
     refuses_unknown_fields: bool
 
@@ -211,7 +211,7 @@ def _note(scope: Scope) -> RequestContext:
         query=scope["query_string"],
         address=(scope.get("client") or ("",))[0],
     )
-    request_id.set(context.id)  # each request is a task with a context of its own
+    request_id.set(context.id)  # each request is a task with its own context
     if (caller := headers.get(b"traceparent")) is not None:
         context.trace_parent = parse_trace_parent(caller)
     client_id = headers.get(b"x-request-id")

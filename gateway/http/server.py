@@ -31,7 +31,7 @@ from shared.telemetry.metrics import GatewayMetrics
 
 _STATUS_LINE = b"HTTP/1.1 "
 _BODY_GRACE_S = 1.0  #: for the application to report a slow body first
-_LAST_WORDS_S = 2.0  #: for the error events of requests that outlast the drain
+_LAST_WORDS_S = 2.0  #: time to send the error events of requests that outlast the drain
 
 RESERVED_FILES = 64  #: file descriptors that are not for client connections
 _WARN_EVERY_S = 10.0

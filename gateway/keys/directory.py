@@ -220,7 +220,7 @@ class KeyDirectory:
         return self.of(tenant)
 
     async def know(self, tenants: Iterable[str]) -> None:
-        """Look up the names of guests of other gateways. Raises: RedisError."""
+        """Read the names of guests that other gateways have recorded. Raises: RedisError."""
         if any(each.startswith(GUEST) and each not in self._guests for each in tenants):
             self._guests = await self._store.guests() | self._guests
 

@@ -46,7 +46,7 @@ class UsageLog:
         self._durable = durable
         self._saved: dict[str, dict[str, int]] = {}  # by path
         self._runs: dict[str, str] = {}  # `run_id` of each Redis, by name
-        self._reading = asyncio.Lock()  # one at a time: a year is much to read
+        self._reading = asyncio.Lock()  # one at a time, because reading a year is expensive
 
     async def read(self, first: date, last: date) -> list[Used]:
         """The usage of some days, the last one included. Raises: QueueUnavailable, StoreError."""

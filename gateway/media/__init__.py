@@ -1,1 +1,1 @@
-"""Media of requests: inline or fetched, checked by their first bytes."""
+"""Loads and checks the images, videos and audio of requests."""

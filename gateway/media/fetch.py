@@ -25,7 +25,7 @@ import httpcore
 from gateway.http.auth import Address, network_of
 from shared.settings.limits import MAX_IMAGE_URL_CHARS
 
-#: One message for every failure, so that it does not reveal what listens behind a URL.
+#: One message for every failure, so that it does not reveal which servers exist in the network.
 CANNOT_FETCH = "The file could not be fetched from its URL: send it as a data: URL."
 
 _MAX_CONCURRENT = 32  #: concurrent fetches in this process
@@ -135,7 +135,7 @@ class ImageFetcher:
                 return
             target = parse_url(urljoin(url.geturl(), location))
             if url.scheme == "https" != target.scheme:
-                raise ValueError("a redirect gives up encryption")
+                raise ValueError("a redirect from https to http")
             url = target
         raise ValueError("too many redirects")
 

@@ -55,7 +55,7 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
 _LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
-_HEAD_BYTES = 1024  #: bytes of a video or audio file that tell its type
+_HEAD_BYTES = 1024  #: leading bytes that determine the type of a video or audio file
 
 
 class ImageHeader(Struct, frozen=True):
@@ -144,7 +144,7 @@ def _read_png(data: bytes) -> ImageHeader:
         if name in (b"IEND", b""):
             width, height = unpack_from(">II", data, 16)
             return ImageHeader("image/png", width, height)
-        if name == b"IHDR":  # decoders use the last one, and we read the first
+        if name == b"IHDR":  # decoders use the last one, and this code reads the first
             raise ImageRefused("The image has two headers: save it again.")
         position += 12 + int.from_bytes(data[position : position + 4], "big")
     raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
@@ -186,7 +186,7 @@ def _check_scans(data: bytes, position: int) -> None:
         position += int.from_bytes(data[position : position + 2], "big")
         match = _JPEG_MARKER_IN_SCAN.search(data, position)
         if match is None or data[match.end() - 1] == _JPEG_END:
-            return  # a missing end is left to the decoder; cameras put films after the end
+            return  # the decoder handles a missing end; cameras append videos after the end
         position = match.end()
         num_scans += data[position - 1] == _JPEG_SCAN
         if num_scans > _MAX_JPEG_SCANS:

@@ -18,7 +18,7 @@ export class Gallery {
 
   empty() {
     this.images = []; // {name, file, thumbnail, vector}
-    this.skipped = []; // names of files that are no images
+    this.skipped = []; // names of files that are not images
     this.problem = "";
   }
 

@@ -15,10 +15,10 @@ export function findProblem(model, earlier, question, system = "") {
     const count = files.filter((file) => kindOf(file) === kind).length;
     const most = limits[`max_${kind}s`];
     if (count && model && !model.input_modalities?.includes(kind)) {
-      return `${model.id} takes no ${many}. Remove them, start a new chat, or choose another model.`;
+      return `${model.id} does not support ${many}. Remove them, start a new chat, or choose another model.`;
     }
     if (count > most) {
-      return `A conversation takes ${most} ${most === 1 ? one : many}; with these it has ${count}. Remove some, or start a new chat.`;
+      return `A conversation has at most ${most} ${most === 1 ? one : many}; with these it has ${count}. Remove some, or start a new chat.`;
     }
   }
   const maxBytes = (file) => limits[`max_${kindOf(file)}_bytes`];

@@ -152,7 +152,7 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path
         ({"environment": {"variables": {"LD_PRELOAD": "x"}}}, "variables.LD_PRELOAD"),
         ({"environment": {"secrets": {"TOKEN": "../key"}}}, "secrets.TOKEN"),
         ({"environment": {"secrets": {"TOKEN": f"sk-{KEY}"}}}, "secrets.TOKEN"),
-        ({"environment": {"variables": {"A": "x"}}}, "a model has no variables"),
+        ({"environment": {"variables": {"A": "x"}}}, "models do not support environment variables"),
     ):
         body = {"digest": deployments.add_package("{}"), **change}
         answer = await deployments.put(**body)
@@ -436,7 +436,7 @@ async def test_weights_that_cannot_be_are_refused(deployments):
     for weights, status, says in (
         ({"3f2a": 1}, 400, "weights"),
         ({64 * "0": -1}, 400, "weights"),
-        ({64 * "0": 0}, 400, "more than 0"),
+        ({64 * "0": 0}, 400, "above 0"),
         ({64 * "0": 1}, 409, "No worker serves n@000000000000"),
         ({missing: 1}, 400, "has no package"),
         (dict.fromkeys((f"{n:064}"[::-1] for n in range(17)), 1), 400, "weights"),
