@@ -570,7 +570,7 @@ class ActiveRequests:
     def drop(self, active: ActiveRequest, why: str) -> None:
         """Stop a request that another worker owns, or that was cancelled."""
         log = logger.info if why == "cancelled" else logger.warning
-        log("request %s is no longer ours: %s", active.request_id, why)
+        log("request %s no longer belongs to this worker: %s", active.request_id, why)
         self._trace(active, None, why)
         self.forget(active)
 

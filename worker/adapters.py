@@ -76,7 +76,7 @@ class WorkerAdapters:
         try:
             await self.sync(tries_again=True)
         except RedisError as error:
-            logger.warning("cannot look for an adapter: %s", error)
+            logger.warning("cannot read the list of adapters: %s", error)
         if not self._holds(digest):
             message = "The adapter was unloaded or replaced after the request came; send it again."
             raise AdapterUnavailable(message, "model")
@@ -96,7 +96,7 @@ class WorkerAdapters:
         except BadAdapter as error:
             logger.warning("cannot load the adapter %s: %s", name, error)
             card = AdapterCard(name, revision=source.revision, error=str(error))
-        except Exception:  # the worker continues without it
+        except Exception:  # of any type: the worker continues without the adapter
             logger.exception("cannot load the adapter %s", name)
             error = "the adapter cannot be loaded; see the worker's log"
             card = AdapterCard(name, revision=source.revision, error=error)

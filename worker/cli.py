@@ -28,7 +28,7 @@ ENGINE: SettingOptions = {
         "Executable or container that starts this server, such as '/opt/vllm/bin/vllm serve'.",
         "the engine's program",
     ),
-    "engine.served_name": option(str, "--served-name", "Name on the wire.", "the model's own"),
+    "engine.served_name": option(str, "--served-name", "Name in the API.", "the model's own"),
     "engine.device": option(str, "--device", "auto, cpu, cuda or cuda:N.", "auto"),
     "engine.dtype": option(
         str, "--dtype", "float32, bfloat16 or float16.", "what the device is fast at"
@@ -44,7 +44,7 @@ ENGINE: SettingOptions = {
         "A LoRA adapter to serve as MODEL:NAME, a directory or hub id; may be repeated.",
         metavar="NAME=PATH",
     ),
-    "engine.max_num_seqs": option(int, "--max-num-seqs", "Sequences that share a step.", "32"),
+    "engine.max_num_seqs": option(int, "--max-num-seqs", "Maximum number of sequences per step.", "32"),
     "engine.max_model_len": option(int, "--max-model-len", "Context length.", "the model's own"),
 }  # fmt: skip
 DEPLOY: SettingOptions = {

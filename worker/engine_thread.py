@@ -63,9 +63,9 @@ class EngineThread:
         self._loaded: Future[LoadedEngine] = Future()
         self._broken: Future[None] = Future()
         for future in (self._loaded, self._broken):
-            future.set_running_or_notify_cancel()  # a caller that leaves does not cancel it
+            future.set_running_or_notify_cancel()  # cancelling the caller does not cancel it
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._unsent: list[Command] = []  # commands of this turn of the loop
+        self._unsent: list[Command] = []  # commands of this iteration of the loop
         self._events: deque[EngineEvent] = deque()
         self._emitted_at = 0.0  # when the loop was woken last, `time.monotonic`
         self._patient: set[str] = set()  # requests whose tokens may be delayed
@@ -159,7 +159,7 @@ class EngineThread:
             commands = self._next_commands(has_work)
             if commands is None:
                 return
-            self.step_started_at = now = time.monotonic()  # adding may hang as well
+            self.step_started_at = now = time.monotonic()  # `add` may hang as well
             events: list[EngineEvent] = []
             events += [answer for command in commands if (answer := _apply(engine, command))]
             if engine.has_work():
@@ -228,7 +228,7 @@ def start_watchdog(engine: EngineThread, longest_s: float) -> threading.Event:
     def watch() -> None:
         while not stopped.wait(min(1.0, longest_s / 4)):
             if engine.is_stuck(longest_s):
-                logger.critical("a step has taken longer than %.0f s; ending", longest_s)
+                logger.critical("a step has taken longer than %.0f s; exiting", longest_s)
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2)
                 os._exit(EXIT_WEDGED)
 

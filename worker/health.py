@@ -51,7 +51,7 @@ class HealthServer:
             self._server = await asyncio.start_server(serve, host, port, limit=limit)
         except OSError as error:
             raise SettingsError(
-                f"{variable}: cannot listen on {host}:{port} ({error.strerror}); give another port, or 0 for a free one"
+                f"{variable}: cannot listen on {host}:{port} ({error.strerror}); use another port, or 0 for any free port"
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -184,7 +184,7 @@ async def collect_metrics(sockets: Iterable[tuple[Labels, str]]) -> CollectorReg
 
 async def _fetch(path: str) -> str:
     """The metrics page of a worker; empty if the worker does not answer."""
-    # Without TLS: to read the authorities' certificates holds up the event loop for 20 ms.
+    # Without TLS: loading the CA certificates blocks the event loop for 20 ms.
     transport = httpx.AsyncHTTPTransport(uds=path, verify=False)
     try:
         async with httpx.AsyncClient(transport=transport, timeout=_TIMEOUT_S) as client:

@@ -1,7 +1,7 @@
 """The worker process: builds its parts from the settings and runs them.
 
-Exit codes: 0: stopped by a signal. 70: a step hung (watchdog). 71: the engine broke. 78: it cannot start as
-configured.
+Exit codes: 0: stopped by a signal. 70: a step hung (watchdog). 71: the engine failed. 78: invalid
+configuration.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 EXIT_BROKEN = 71
 
-#: The engine's thread runs Python too; with the default of 5 ms the loop would wait that long for the GIL.
+#: With the default of 5 ms, the event loop would wait that long for the GIL while the engine's thread runs Python.
 SWITCH_INTERVAL_S = 0.0005
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def run_worker(settings: Settings) -> int:
         logger.critical("%s", error)
         return EXIT_BROKEN
     except EngineBroken as error:
-        logger.critical("%s; ending, so that others continue the requests", error)
+        logger.critical("%s; stopping, so that other workers continue its requests", error)
         return EXIT_BROKEN
     return 0
 
@@ -76,12 +76,12 @@ class ProgressLog:
     """Logs the engine's progress in steps of ten percent."""
 
     def __init__(self) -> None:
-        self._said: dict[str, int] = {}
+        self._logged: dict[str, int] = {}
 
-    def __call__(self, phase: str, share: float) -> None:
-        tenths = int(10 * share)
-        if tenths > self._said.get(phase, -1):
-            self._said[phase] = tenths
+    def __call__(self, phase: str, ratio: float) -> None:
+        tenths = int(10 * ratio)
+        if tenths > self._logged.get(phase, -1):
+            self._logged[phase] = tenths
             logger.info("%s %d %%", phase, 10 * tenths)
 
 
@@ -116,7 +116,7 @@ class WorkerProcess:
 
     def _on_signal(self) -> None:
         if self._worker is None:
-            os._exit(0)  # still loading: nothing is claimed, and loading cannot be interrupted
+            os._exit(0)  # still loading, which cannot be interrupted; nothing is claimed yet
         self._worker.stop()
 
     async def _start_health(self, stack: AsyncExitStack) -> int:

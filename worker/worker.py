@@ -138,7 +138,7 @@ class Worker:
         self._last_contact_at = 0.0
         self._record_ttl_s = max(MIN_RECORD_TTL_S, 3 * self._settings.heartbeat_s)
 
-    # Life
+    # Start and stop
 
     async def run(self) -> None:
         """Serve until `stop`, then finish or release the active requests. Raises: EngineBroken."""
@@ -210,7 +210,7 @@ class Worker:
     # Loops
 
     async def _begin(self, claim: Claim) -> bool:
-        """Mark a possible poison request as started, once Redis answers. Returns whether it is still ours."""
+        """Mark a possible poison request as started, once Redis answers. Returns whether this worker still owns it."""
         queue = self.queues[self._outboxes.shard(claim)]
         while True:
             try:
@@ -307,7 +307,7 @@ class QueueLoops:
         while (room := self._limit(self._active_requests.room())) == 0:
             await self._active_requests.wait_for_change()
         claims = await self.queue.read(room, BLOCK_S)
-        # Reads of other shards may have taken the room meanwhile.
+        # Reads of other shards may have used the capacity meanwhile.
         room = self._active_requests.room() if self._others else len(claims)
         claims, excess = claims[:room], claims[room:]
         was_idle = not self._active_requests
@@ -354,7 +354,7 @@ class QueueLoops:
 
     async def _may_scan(self) -> bool:
         has_room = self._limit(self._active_requests.room()) > 0
-        # Less than a heartbeat: a worker that is alone looks at each of its own.
+        # Less than a heartbeat, so that a single worker checks at each heartbeat.
         return has_room and await self.queue.take_scan(0.9 * self._settings.heartbeat_s)
 
     async def _publish_once(self) -> None:

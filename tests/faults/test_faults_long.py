@@ -66,7 +66,7 @@ async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_c
             link.thaw()
             first.signal(signal.SIGCONT)
         assert clients.history.outcomes() == {FINISHED: 3}
-        await first.says("no longer ours")
+        await first.says("no longer belongs to this worker")
         await first.end()
 
 

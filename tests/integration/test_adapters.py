@@ -201,7 +201,7 @@ async def test_where_no_worker_can_load_the_reason_is_told(
         return create_engine({"kind": "mock_pooling", "served_name": MODEL})
 
     numbers = {"load": load_numbers, "lora_dir": str(directory)}
-    for options, reason in (({}, "VLM_WORKER__LORA_DIR"), (numbers, "takes no adapters")):
+    for options, reason in (({}, "VLM_WORKER__LORA_DIR"), (numbers, "not support adapters")):
         async with serving(gateway, ends, **options):
             refused = await load(gateway, "sql", "sql", base_model_name=MODEL)
             assert refused.status_code == 400

@@ -117,7 +117,7 @@ class NodeAgent:
         self._unsent: dict[str, deque[LogLine]] = {}  # log lines of instances, by deployment
         self._synced_at = float("-inf")
         self._beaten_at = time.monotonic()
-        self._trusts_at = 0.0  # from then on, a node without a record is lost
+        self._trusts_at = 0.0  # from this time on, a node without a record counts as lost
         self._stopping = asyncio.Event()
         self._is_told_to_stop = False  # by `stop`
         self._sockets = TemporaryDirectory(prefix="vlm-node-")
@@ -169,7 +169,7 @@ class NodeAgent:
         except StoreError as error:
             logger.warning("%s", error)
         except Exception:
-            logger.exception("cannot look after the deployments")
+            logger.exception("cannot update the deployments")
         else:
             self._outage.succeeded()
 
@@ -234,7 +234,7 @@ class NodeAgent:
             if name in own:
                 try:
                     app = await self._advance(app, nodes, now)
-                except Unreadable as error:  # the others go on
+                except Unreadable as error:  # the other deployments continue
                     self._log_once(error)
             if app is not None and not self._stopping.is_set():
                 await self._claim(app, nodes, now)
@@ -251,7 +251,7 @@ class NodeAgent:
         return bool(names) and names[(int(now) + crc32(name.encode())) % len(names)] == self.id
 
     def _obey(self, apps: Mapping[str, App]) -> None:
-        """Drain instances whose slots were removed, and forget ended ones that were reported."""
+        """Drain instances whose slots were removed; drop ended instances that were reported."""
         for key, instance in list(self._instances.items()):
             if key[0] in self._deployments.unreadable:  # keep it until the record can be read
                 # After this time, nodes that can read the record have recorded the end of the instance.
@@ -328,12 +328,12 @@ class NodeAgent:
         others = [each for each in self._workers if not is_of_node(app.name, each.worker_id)]
         for digest in {*gone, *lost}:
             model = version_name(app.name, digest)
-            if any(each.card.name == model for each in others):  # as on Kubernetes
+            if any(each.card.name == model for each in others):  # workers of no node
                 continue
             # If a shard is down, its requests wait for their deadlines; those of the other shards have failed.
             with contextlib.suppress(QueueUnavailable):
                 if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
-                    logger.warning("%s: %d requests failed: no instance is left", model, num)
+                    logger.warning("%s: %d requests failed: no instance can run them", model, num)
             if digest in gone:
                 await self._registry.forget(model)
         if after.state == "undeployed" and not after.slots and not after.retiring:
@@ -359,7 +359,7 @@ class NodeAgent:
             await asyncio.to_thread(record_generation, self._store, generation)
         except Conflict:
             return app
-        logger.warning("%s: %s; going back to %s", app.name, app.message, back.version)
+        logger.warning("%s: %s; rolling back to %s", app.name, app.message, back.version)
         return rollout.take_back(app, generation, now)
 
     def _log_once(self, error: Unreadable) -> None:
@@ -399,7 +399,7 @@ class NodeAgent:
     def _start(self, name: str, slot: Slot, revision: Revision, now: float) -> None:
         used = {gpu for each in self._instances.values() if not each.is_over for gpu in each.gpus}
         gpus = [gpu for gpu in self._gpus if gpu not in used][: revision.spec.resources.gpu]
-        logger.info("%s: takes slot %d of %s", name, slot.id, slot.digest)
+        logger.info("%s: claims slot %d of %s", name, slot.id, slot.digest)
         self._instances[name, slot.id] = Instance(
             node=self, app=name, slot=slot, revision=revision, since=now, gpus=gpus,
             health_socket=f"{self._sockets.name}/{token_hex(6)}", warm=self._standby.take(),

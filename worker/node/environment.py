@@ -129,11 +129,11 @@ class Secrets:
                 "one in its place"
             )
         if b"\0" in data:
-            raise SecretMissing(f"the secret {name} has a NUL; put text in its place")
+            raise SecretMissing(f"the secret {name} contains a NUL; store text without NUL")
         try:
             return data.decode()
         except UnicodeDecodeError:
-            raise SecretMissing(f"the secret {name} is not UTF-8; put text in its place") from None
+            raise SecretMissing(f"the secret {name} is not UTF-8; store UTF-8 text") from None
 
 
 def hand_over(variables: Variables) -> int:

@@ -161,7 +161,7 @@ def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path, uses:
 
 
 def _fetch(store: PackageStore, layer: Layer, blobs: Path, uses: Uses) -> None:
-    """Fetch a blob, unless the uses end; an interrupted fetch is resumed."""
+    """Fetch a blob, resuming an interrupted fetch. Stops when the instance stops."""
 
     def read(start: int) -> Iterator[bytes]:
         size = start
@@ -248,7 +248,7 @@ def make_packages(
 
 
 def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: Uses) -> None:
-    """Run pip, unless the uses end. Raises: InstallError, OSError."""
+    """Run pip. Stops when the instance stops. Raises: InstallError, OSError."""
     environment = plain_environment(HUB_SECRETS | hidden, ("PIP_",))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
@@ -351,7 +351,7 @@ def run_package(settings: Settings) -> int:
 def _become(settings: Settings) -> Settings:
     """Install the package, and make this process its worker. Blocks.
 
-    Returns the worker's settings, and replaces the environment of this process by them, because it contains the
+    Returns the worker's settings, and replaces the environment of this process with them, because it contains the
     store's credentials. Raises: EngineStartError, SettingsError.
     """
     deploy = settings.deploy

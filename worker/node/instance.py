@@ -191,7 +191,7 @@ class Instance:
             await asyncio.wait({ending, draining}, timeout=POLL_S)
 
     async def _watch_memory(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a model's worker beyond its memory limit; engines that run code enforce theirs."""
+        """Kill a model's worker beyond its memory limit; engines that run code enforce their own limit."""
         limit = self.revision.spec.resources.memory_bytes
         while limit and not self._runs_code:
             used = await asyncio.to_thread(used_bytes, process.pid)

@@ -84,7 +84,7 @@ def run_node(
         with ExitStack() as stack:
             redis = None
             if search and not settings.search.url:
-                # A folder of its own, since paths of sockets must be short.
+                # In a temporary folder, because socket paths must be short.
                 sockets = stack.enter_context(TemporaryDirectory(prefix="vlm-search-"))
                 files = settings.search.data_dir or str(folder / "search")
                 place = {"url": f"unix://{sockets}/socket", "data_dir": files}
@@ -155,7 +155,7 @@ def _key_by_port(by_port: Path, folder: Path) -> Iterator[None]:
     """Link the key where `vlm deploy` looks, if it is in another data directory and the home can be written."""
     link, key = by_port / "data-dir.key", folder / "deploy.key"
     with suppress(OSError):
-        link.unlink(missing_ok=True)  # of a killed process
+        link.unlink(missing_ok=True)  # left by a killed process
         if folder != by_port and key.exists():
             by_port.mkdir(parents=True, exist_ok=True)
             link.symlink_to(key)

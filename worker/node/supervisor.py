@@ -145,7 +145,7 @@ class Node:
             end = describe_end(code)
             if not self.was_ready and (child.must_start or num_starts == MAX_STARTS):
                 times = "" if child.must_start else f" in {MAX_STARTS} starts"
-                hint = "; its last lines say why" if code > 0 else ""
+                hint = "; see its last log lines" if code > 0 else ""
                 raise NodeError(f"{child.name} {end}{times} before it was ready{hint}")
             pause_s = child.pauses.next_s()
             logger.warning("%s %s; again in %.1f s", child.name, end, pause_s)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_PIXEL_CACHE_BYTES = 64 * 1024 * 1024
-#: Up to this many characters, tokenizing in place is faster than in a thread.
+#: Up to this many characters, tokenizing on the event loop is faster than in a thread.
 MAX_INLINE_CHARS = 2000
 NUM_TEXT_THREADS = 2  #: separate threads: text does not wait for images
 FETCH_PAUSE_S = 0.2
@@ -174,7 +174,7 @@ class Preprocessor:
             check_grammar(task.grammar, engine, self._limits)
 
     def _is_quick(self, task: Task, num_chars: int) -> bool:
-        """Whether the engine prepares the task in less time than a switch of threads takes."""
+        """Whether preparing the task takes less time than a switch to another thread."""
         if not self._capabilities.prepares_quickly or num_chars > MAX_INLINE_CHARS:
             return False
         return not (isinstance(task, Generate) and task.grammar is not None)
@@ -230,7 +230,7 @@ class Preprocessor:
         engine = self._capabilities
         is_taken = engine.max_audio_s > 0 if image.kind == "audio" else engine.takes_video
         if self.videos is None or not is_taken:
-            raise InvalidImage(f"This model takes no {medium.plural}.")
+            raise InvalidImage(f"This model does not support {medium.plural}.")
         most = medium.max_bytes(self._limits)
         if image.num_bytes > most:
             raise InvalidImage(

@@ -1,4 +1,4 @@
-"""Decodes videos and audio in child processes: first the properties of a file, then the chosen frames or the samples."""
+"""Decodes videos and audio in sandboxed child processes, which send a file's properties, then frames or samples."""
 
 import socket
 import struct
@@ -221,7 +221,7 @@ class DecodedVideo(OpenVideo):
 
 
 def _receive(child: Child, until: float, max_bytes: int) -> bytearray:
-    """An answer. Raises: InvalidImage; EOFError, OSError."""
+    """Receive one answer of the child. Raises: InvalidImage; EOFError, OSError."""
     status = receive(child.socket, len(VALUE), until)
     data = receive_message(child.socket, until, max(max_bytes, _MAX_JSON_BYTES))
     if status == REFUSAL:

@@ -29,7 +29,7 @@ LIMITS = LimitSettings()
 TEXTS = (
     decoder_pool.CANNOT_DECODE,
     decoder_pool.TOO_LONG,
-    "The image is of another size than its header says.",
+    "The size of the image differs from its header.",
 )
 
 
