@@ -279,7 +279,7 @@ class EngineOutput(msgspec.Struct):
     num_without_id: int = 0  #: further tokens with unknown ids
     stopped_by: str = ""  #: the stop string that ended it
     reasoning: str = ""  #: reasoning, before `text`
-    calls: tuple[CallPiece, ...] = ()  #: function calls, behind `text`
+    calls: tuple[CallPiece, ...] = ()  #: function calls, after `text`
     prompt_token_ids: tuple[int, ...] = ()  #: with the first usage, where the request asks for them
     prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: of a range of the prompt; before any token
     #: With the last output of a pooling task: its vectors, concatenated, or its scores, as little-endian float32.
@@ -334,11 +334,11 @@ class Engine(ABC, Generic[Input]):
 
     def prepare_video(self, video: OpenVideo) -> Any:
         """Sample and process a video for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
-        raise InvalidImage("The model takes no videos.")
+        raise InvalidImage("The model does not support videos.")
 
     def prepare_audio(self, audio: OpenAudio) -> Any:
         """Decode and process audio for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
-        raise InvalidImage("The model takes no audio.")
+        raise InvalidImage("The model does not support audio.")
 
     @abstractmethod
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> Input:
@@ -350,7 +350,7 @@ class Engine(ABC, Generic[Input]):
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:
         """Load an adapter. Thread-safe. Raises: BadAdapter."""
-        raise BadAdapter("the model's engine takes no adapters")
+        raise BadAdapter("the model's engine does not support adapters")
 
     def unload_adapter(self, digest: str) -> None:
         """Unload an adapter; running requests keep it. Thread-safe."""

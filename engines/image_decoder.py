@@ -46,7 +46,7 @@ def open_image(data: bytes, expected_size: tuple[int, int] | None) -> Iterator[I
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if expected_size is not None and image.size != expected_size:
-                raise InvalidImage("The image is of another size than its header says.")
+                raise InvalidImage("The size of the image differs from its header.")
             yield image
     except InvalidImage:
         raise

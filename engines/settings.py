@@ -29,7 +29,7 @@ class EngineSettings(BaseModel):
     """Settings of every engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-    #: What to do instead of removed settings, by their names.
+    #: Removed settings by name, with their replacements.
     removed: ClassVar[Mapping[str, str]] = {}
 
     model: str = "shapes"

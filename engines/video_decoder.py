@@ -26,7 +26,7 @@ CONTAINERS = {
 CODECS = ("h264", "hevc", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg")
 CONTAINER_NAMES = "MP4, WebM, AVI and MPEG-TS"
 CODEC_NAMES = "H.264, HEVC, AV1, VP8, VP9, MPEG-4 and Motion JPEG"
-DAMAGED = f"The video is damaged, or no video; {CONTAINER_NAMES} are understood."
+DAMAGED = f"The file is damaged, or is not a video; {CONTAINER_NAMES} are understood."
 OPTIONS = {
     "protocol_whitelist": "none",
     "max_streams": "16",

@@ -72,7 +72,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._state = "starting"  # or idle, entering, leaving, running
         self._cancel_until = 0.0
         self._ready_by = 0.0
-        #: entered in this process, latest last
+        #: sessions entered in this process, the latest last
         self._sessions: OrderedDict[str, None] = OrderedDict()
         self._num_starts = 0  # since the last success
         self._stats = EngineStats()

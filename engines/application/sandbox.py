@@ -32,7 +32,7 @@ MAX_FILES = 1024  #: open files of a process
 MAX_FILE_BYTES = 4 * 1024**3
 #: Capacity of /tmp and /dev/shm of an application without a memory limit.
 DEFAULT_TMPFS_BYTES = 1024**3
-#: Capacity of each as a share of the memory limit.
+#: Capacity of each as a fraction of the memory limit.
 _TMPFS_RATIOS = {"/tmp": 0.5, "/dev/shm": 0.25}
 
 

@@ -1,4 +1,4 @@
-"""Settings of applications, which a node sets from package and deployment."""
+"""Settings of the application engine. A node sets them from the package and the deployment."""
 
 from typing import Literal
 
@@ -10,14 +10,14 @@ Isolation = Literal["auto", "require", "none"]
 
 
 class ApplicationSettings(EngineSettings):
-    """`model` is the directory of the application's package. Tasks run one at a time."""
+    """`model` is the directory of the application's package."""
 
     entry: str = ""
     """Class of a Python application: `module:Class`."""
     command: Json[tuple[str, ...]] = ()
-    """Command of an application that is not a Python class: a program in the package, and arguments, as JSON."""
+    """Command of an executable application, as JSON: a program in the package, and its arguments."""
     packages: str = ""
-    """Directory of the application's Python packages; empty: it uses the worker's."""
+    """Directory of the application's Python packages; empty: the worker's packages."""
     #: File descriptor from which the application's variables are read as JSON, opened by the node; -1: no variables.
     variables_fd: int = Field(default=-1, json_schema_extra=UNLISTED)
     isolation: Isolation = "auto"

@@ -63,7 +63,7 @@ class BlockManager:
         self._empty = list(range(num_blocks - 1, -1, -1))  # free and not published; a stack
         self._evictable: OrderedDict[int, None] = OrderedDict()  # free but published, oldest first
         self._published: dict[bytes, int] = {}
-        self._promised: set[bytes] = set()  # hashes of blocks that this step computes
+        self._promised: set[bytes] = set()  # hashes of blocks that the current step computes
         self._is_parking = False
         # block tables freed while a step in flight may write to them
         self._parked: list[list[int]] = []

@@ -279,7 +279,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks; it keeps its tokens and waits first in its class."""
+        """Free a sequence's blocks; it keeps its tokens and becomes the first waiting sequence of its class."""
         del self.running[sequence.request_id]
         self.blocks.free(sequence)
         sequence.num_computed_tokens = 0
@@ -316,7 +316,7 @@ def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool
 
 
 def _ends_with_batch_work(queue: OrderedDict[str, Sequence]) -> bool:
-    """Whether a queue has batch work, which is behind all interactive sequences."""
+    """Whether a queue has batch work, which follows all interactive sequences."""
     return bool(queue) and next(reversed(queue.values())).is_preemptible
 
 

@@ -41,7 +41,7 @@ _NEWEST_OF_SEQUENCE, _NEWEST_OF_FORCED = 0.3, 0.05
 _PLAIN_EVERY = 64
 #: Tokens until the next trial draft of a sequence whose drafts do not pay: first and longest.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
-#: Prior cost of a draft token as a share of a step, divided by the number of sequences.
+#: Prior cost of a draft token, relative to a step, divided by the number of sequences.
 _FIRST_COST = 0.25
 #: Safety factor on measured costs.
 _MARGIN = 1.4
@@ -54,7 +54,7 @@ class History:
     """N-gram index of one sequence, and the acceptance rate of its drafts.
 
     Each position is indexed once, by the three tokens before it as one integer (tuples would take three times the
-    memory). Positions behind equal n-grams are chained, latest first.
+    memory). Positions after equal n-grams are chained, latest first.
     """
 
     acceptance_rate: float = _RATE
@@ -273,7 +273,7 @@ class Speculator:
                 self._note_draft(item, len(choice.following))
         self.num_drafted += num_draft_tokens
         plain_s = self._plain_s.get(num_running)
-        if not is_decode:  # the step had prompt tokens: its time says nothing about drafts
+        if not is_decode:  # the step had prompt tokens: its time is not comparable
             return
         if num_draft_tokens == 0:
             self._num_draft_steps = 0

@@ -13,14 +13,14 @@ from engines.packages.checkpoint_json import Fields, read_json, shown
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_ALPHA = 1e6
-#: Fields that change no arithmetic, and fields that are checked below. Any other field must be unset (null, false, 0, empty).
+#: Fields without effect on the computation, or checked below. All others must be unset (null, false, 0, empty).
 _KNOWN = frozenset({
     "alpha_pattern", "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
     "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "target_modules", "task_type",
     "use_rslora",
 })  # fmt: skip
-#: Beginnings that leave the base model's own weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) change them.
+#: Values of `init_lora_weights` that leave the base model unchanged. Others (PiSSA, OLoRA, CorDA, LoftQ) change it.
 _INITS = ("gaussian", "eva", "orthogonal")
 
 
@@ -53,7 +53,7 @@ def _read(directory: Path, limits: AdapterLimits) -> AdapterFiles:
     num_bytes = sum(file.stat().st_size for file in (config_file, weights_file))
     if num_bytes > limits.max_bytes:
         raise BadAdapter(
-            f"the adapter has {num_bytes} bytes, and at most {limits.max_bytes} are taken "
+            f"the adapter has {num_bytes} bytes, and at most {limits.max_bytes} are allowed "
             "(VLM_LIMITS__MAX_LORA_BYTES)"
         )
     config = read_json(config_file)

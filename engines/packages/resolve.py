@@ -150,7 +150,7 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
         )
     if "config.json" not in names:
         raise ModelUnavailable(
-            f"{repo} has no config.json, which says what model it is: look for a conversion to "
+            f"{repo} has no config.json, which names the architecture: look for a conversion to "
             "transformers' format"
         )
     num_bytes = sum(file.file_size or 0 for file in planned if file.will_download)
@@ -193,7 +193,7 @@ def _from_cache(repo: str, revision: str | None) -> Path:
         return Path(_snapshot(repo, revision, local_files_only=True))
     except FileNotFoundError:
         offline = constants.HF_HUB_OFFLINE
-        way = "unset HF_HUB_OFFLINE" if offline else "mend the network (HTTPS_PROXY, HF_ENDPOINT)"
+        way = "unset HF_HUB_OFFLINE" if offline else "check the network (HTTPS_PROXY, HF_ENDPOINT)"
         raise ModelUnavailable(
             f"{constants.ENDPOINT} cannot be reached{' (HF_HUB_OFFLINE)' if offline else ''}, and "
             f"{constants.HF_HUB_CACHE} holds no complete copy of "
@@ -225,7 +225,7 @@ def _cache_folder() -> Path:
 
 
 def _silent_bar(report: Report | None = None, num_bytes: int = 0) -> type[tqdm]:
-    """A progress bar that shows nothing, and may report the share of bytes written."""
+    """A progress bar that shows nothing, and may report the fraction of bytes written."""
 
     class SilentBar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:

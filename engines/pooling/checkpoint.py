@@ -43,7 +43,7 @@ class SentenceConfig:
     """Pooling of a model's last layer, and prompts before its texts."""
 
     pooling: Pooling = "mean"
-    modules: tuple[DenseConfig | Normalize, ...] = ()  #: behind the pooling, in order
+    modules: tuple[DenseConfig | Normalize, ...] = ()  #: after the pooling, in order
     prompts: dict[str, str] = field(default_factory=dict)
     #: Name of the prompt for requests that do not choose one.
     default_prompt: str = ""

@@ -50,7 +50,7 @@ class Encoder(PoolingModel):
         layers: PackedLayers | None = None,
         head: nn.Sequential | None = None,
     ) -> None:
-        """`layers`: for models with packed rows; `head`: modules behind the pooling."""
+        """`layers`: for models with packed rows; `head`: modules after the pooling."""
         self._model: Any = model
         self.texts = texts
         self._pooling: Pooling = config.pooling

@@ -59,7 +59,7 @@ class PoolingModel:
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
         """Process an image for `rows`. Thread-safe. Raises: InvalidImage, InvalidRequest."""
-        raise InvalidRequest("this model takes no images")
+        raise InvalidRequest("this model does not support images")
 
     def rows(self, task: Task, images: Sequence[PreparedImage]) -> list[Row]:
         """One row for each input, in order. Thread-safe. Raises: RequestError."""

@@ -84,7 +84,7 @@ class TemplateRefusal(Exception):
 
 
 class TemplateFailure(Exception):
-    """The template fails, takes too long or writes too much."""
+    """The template fails, takes too long or produces too much text."""
 
 
 class _Work:
@@ -150,7 +150,7 @@ class _Work:
             if size > 1:
                 product *= size
             if not product <= _MAX_PRODUCT:  # NaN too
-                raise TemplateFailure("a call may make too much")
+                raise TemplateFailure("a call may produce too much")
         self.charge(1)
 
 
@@ -401,7 +401,7 @@ class _Generation(Extension):
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """JSON without jinja's HTML escaping."""
     if isinstance(value, Undefined):
-        raise TypeError("undefined is no JSON")
+        raise TypeError("undefined is not JSON")
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

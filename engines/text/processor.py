@@ -131,7 +131,7 @@ class ControlSpelling:
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
 
     def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:
-        """Split into (text, control token behind it, its position, its repetitions); the last token is None."""
+        """Split into (text, control token after it, its position, its repetitions); the last token is None."""
         pieces: list[tuple[str, ControlToken | None, int, int]] = []
         start = 0
         for match in self._run_pattern.finditer(rendered):
@@ -173,7 +173,7 @@ def _random_guard(texts: Sequence[Sequence[str]]) -> str:
 
 
 def move_images(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move images of tool results into a user message behind them, because templates do not support them there."""
+    """Move images of tool results into a user message after them, because templates do not support them there."""
     moved: list[ChatMessage] = []
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
         run = list(group)
@@ -212,7 +212,7 @@ class MultimodalProcessor:
 
     @property
     def image_tokens(self) -> int:
-        """Maximum tokens of one image; 0: unknown, or the model takes no images."""
+        """Maximum tokens of one image; 0: unknown, or images are not supported."""
         return 0
 
     def limit(self, max_pixels: int) -> None:
@@ -220,13 +220,13 @@ class MultimodalProcessor:
 
     def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:
         """Pixels of one image, in the model's format; `pixels` are the request's limits. Raises: InvalidImage."""
-        raise InvalidImage("The model takes no images.")
+        raise InvalidImage("The model does not support images.")
 
     def process_video(self, video: OpenVideo) -> Any:
-        raise InvalidImage("The model takes no videos.")
+        raise InvalidImage("The model does not support videos.")
 
     def process_audio(self, audio: OpenAudio) -> Any:
-        raise InvalidImage("The model takes no audio.")
+        raise InvalidImage("The model does not support audio.")
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         """The prompt text of a request's images, which may depend on each other. Raises: InvalidRequest.

@@ -46,7 +46,7 @@ class State(Enum):
 
     HEAD = auto()  #: undecided
     THINKING = auto()
-    BETWEEN = auto()  #: behind the reasoning, before the answer's first word
+    BETWEEN = auto()  #: after the reasoning, before the answer's first word
     CONTENT = auto()
 
 
@@ -82,7 +82,7 @@ class TagSplitter:
         return held[: len(held) - num_begun(held, self._form.end)].rstrip(), ""
 
     def _read_head(self, text: str) -> str:
-        """The text behind the start marker; all of it if there is none."""
+        """The text after the start marker; all of it if there is none."""
         self._held += text
         body = self._held.lstrip()
         start, end = self._form.start, self._form.end
@@ -98,7 +98,7 @@ class TagSplitter:
         return rest
 
     def _think(self, text: str) -> tuple[str, str]:
-        """The new reasoning, and the text behind its end."""
+        """The new reasoning, and the text after it."""
         known = self._held + text
         if not self._has_thought:
             start = self._form.start

@@ -79,7 +79,7 @@ class HfTokenizer:
         return self.encode_piece(text, is_first=True)
 
     def encode_piece(self, text: str, *, is_first: bool) -> list[int]:
-        """Token ids of plain text at the start of a prompt or behind a control token."""
+        """Token ids of plain text at the start of a prompt or after a control token."""
         backend = self._first if is_first else self._later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
@@ -108,7 +108,7 @@ class HfTokenizer:
 
 
 def _surrounding_ids(backend: Backend) -> tuple[list[int], list[int]]:
-    """Ids that the post-processor adds before and behind a text, such as BOS."""
+    """Ids that the post-processor adds before and after a text, such as BOS."""
     with readable():
         plain = backend.encode("a", add_special_tokens=False).ids
         full = backend.encode("a", add_special_tokens=True).ids

@@ -261,7 +261,7 @@ class CallReader:
         if self._keywords is None:
             found = _BEGUN.match(self._held)
             if found is None:
-                is_closed = self._held.startswith("]")  # behind the last call
+                is_closed = self._held.startswith("]")  # after the last call
                 self._held = self._held.removeprefix("]")
                 self._is_text = is_closed or not _MAY_BEGIN.fullmatch(self._held)
                 self.is_calling = not self._is_text

@@ -1,9 +1,9 @@
 """CUDA graphs of decode steps with one new token per sequence.
 
-A step is copied into the buffers of the next larger batch size, and one launch replays embedding, layers, output
-head and sampling. Tokens stay on the device too, so that the next step can be launched before the host has them. A
-graph is captured when its batch size and kind of sampling first occur. Without a GPU the same function runs eagerly
-over the same buffers; tests compare it with the plain path.
+A step is padded to one of a few batch sizes and copied into the buffers of that size; one launch replays embedding,
+layers, output head and sampling. A copy of the tokens stays on the device, so that the next step can be launched
+before the host has them. A graph is captured when its batch size and kind of sampling first occur. Without a GPU,
+tests run the same function eagerly over the same buffers, and compare it with the path without graphs.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -46,12 +46,12 @@ def runs_graphs(device: torch.device) -> bool:
 
 
 class SamplingKind(Enum):
-    GREEDY = auto()  #: takes the best token
-    RANDOM = auto()  #: samples the rows that are not greedy
-    TRUNCATED = auto()  #: samples with truncated distributions
+    GREEDY = auto()  #: all rows are greedy
+    RANDOM = auto()  #: some rows are sampled
+    TRUNCATED = auto()  #: some rows are sampled with `top_k`, `top_p` or `min_p`
 
 
-NO_TOKEN = -1  #: for scores that are not finite
+NO_TOKEN = -1  #: token id of a row whose logits are not finite
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,12 @@ class DecodeStep:
     """A launched decode step; the next one may read its tokens on the device before the host has them."""
 
     request_ids: list[str]
-    token_ids: (
-        Tensor  #: on the host, valid after `arrival`. Shape: (B,), with rows for all requests
-    )
+    token_ids: Tensor  #: on the host, valid after `arrival`. Shape: (B,), padding rows included
     arrival: torch.cuda.Event | None
     can_be_followed = True
 
     def wait(self) -> StepResult:
-        """The tokens. Raises: SequenceFailure for scores that are not finite."""
+        """Wait for the tokens. Raises: SequenceFailure for logits that are not finite."""
         if self.arrival is not None:
             self.arrival.synchronize()
         token_ids = self.token_ids[: len(self.request_ids)].tolist()
@@ -77,7 +75,7 @@ class DecodeStep:
 
 
 class DecodeBuffers:
-    """Fixed memory of decode steps with one new token for each of up to B sequences; graphs read these tensors.
+    """Static input tensors of the graphs of one batch size: one new token for each of up to B sequences.
 
     A step is written to host memory and sent to the device in three copies. Padding rows have no context and write to
     a slot that no sequence reads. The host memory is double-buffered, because the device may still read one step
@@ -94,14 +92,14 @@ class DecodeBuffers:
         table_width = -(-len(rotary.cos) // pool.block_size)
         padding_slot = (pool.num_blocks - 1) * pool.block_size
         # a padding row, in the order of the views below
-        self._idle = np.array(
+        self._padding = np.array(
             [[0, padding_slot, -1, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
         ).T
-        self._idle_numbers = np.array([[1.0, 1.0, 0.0]]).T
+        self._padding_floats = np.array([[1.0, 1.0, 0.0]]).T
         is_pinned = device.type == "cuda"
         self._hosts = [
             (
-                torch.zeros(len(self._idle), num_rows, dtype=torch.int64, pin_memory=is_pinned),
+                torch.zeros(len(self._padding), num_rows, dtype=torch.int64, pin_memory=is_pinned),
                 torch.zeros(3, num_rows, dtype=torch.float32, pin_memory=is_pinned),
                 torch.zeros(num_rows, table_width, dtype=torch.int32, pin_memory=is_pinned),
                 torch.zeros(num_rows, dtype=torch.int64, pin_memory=is_pinned),  # sampled tokens
@@ -109,10 +107,10 @@ class DecodeBuffers:
             for _ in range(2)
         ]
         self._device = tuple(tensor.to(device, copy=True) for tensor in self._hosts[0][:3])
-        integers, numbers, tables = self._device
+        integers, floats, tables = self._device
         token_ids, slots, indices, lengths = integers[:4]
         self.is_random, keys, top_ks = integers[4:7]  # is_random: (B,) 0 for greedy rows
-        #: (B,) the row of the previous step that samples the token; -1: it is known
+        #: (B,) row of the previous step that samples this row's input token; -1: the token is known
         self.in_flight_rows = integers[7]
         self.inputs = StepInputs(
             sequences=(),
@@ -125,20 +123,20 @@ class DecodeBuffers:
             row_offsets=torch.arange(num_rows + 1, device=device),
             lengths=lengths,
         )
-        temperatures, top_ps, min_ps = numbers
+        temperatures, top_ps, min_ps = floats
         self.sample_params = SampleParams(keys, top_ks, temperatures, top_ps, min_ps)
 
     def fill(self, items: list[ScheduledSequence]) -> None:
         """Write a step and send it to the device. The step before the last one must be complete."""
         self._hosts.reverse()
-        *described, _ = self._hosts[0]
-        integers, numbers, tables = (tensor.numpy() for tensor in described)
-        integers[:], numbers[:] = self._idle, self._idle_numbers
+        *host_inputs, _ = self._hosts[0]
+        integers, floats, tables = (tensor.numpy() for tensor in host_inputs)
+        integers[:], floats[:] = self._padding, self._padding_floats
         for row, item in enumerate(items):
             sequence, sampling = item.sequence, item.sequence.sampling
             index = item.start
             block, offset = divmod(index, self._block_size)
-            key, top_k, *chosen = row_of(sampling, item.output_position, self._vocab_size)
+            key, top_k, *row_floats = row_of(sampling, item.output_position, self._vocab_size)
             integers[:8, row] = (
                 sequence.token_ids[index] if item.in_flight_index is None else 0,
                 sequence.block_ids[block] * self._block_size + offset,
@@ -150,13 +148,13 @@ class DecodeBuffers:
                 -1 if item.in_flight_index is None else item.in_flight_index,
             )
             integers[8:, row] = [one for [one] in sequence.positions(index, index + 1)]
-            numbers[:, row] = chosen
+            floats[:, row] = row_floats
             tables[row, : block + 1] = sequence.block_ids[: block + 1]
-        for host, device in zip(described, self._device, strict=True):
+        for host, device in zip(host_inputs, self._device, strict=True):
             device.copy_(host, non_blocking=True)
 
     def fetch(self, token_ids: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Copy the tokens of the last step to the host. Returns: the tensor, and the event of its arrival."""
+        """Start copying the sampled tokens to the host. Returns the host tensor, and the event of its arrival."""
         host = self._hosts[0][-1]
         host.copy_(token_ids, non_blocking=True)
         if not token_ids.is_cuda:
@@ -166,7 +164,7 @@ class DecodeBuffers:
         return host, arrival
 
 
-#: A captured step, its scores and its tokens.
+#: A captured step, its logits and its tokens.
 Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
@@ -188,22 +186,22 @@ class DecodeGraphs:
         self._rotary = rotary
         self._device = rotary.cos.device
         self._sizes = batch_sizes(max_num_seqs)
-        # tokens of the last step, by row; 0 without one, which is a valid id
+        # last sampled token of each row; 0, a valid id, if there is none
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=self._device)
         self._buffers: dict[int, DecodeBuffers] = {}
         #: by batch size and kind of sampling
         self.captured: dict[tuple[int, SamplingKind], Captured] = {}
-        self._memory: Any = None  # of torch's allocator, shared by all graphs
+        self._memory: Any = None  # torch's memory pool, shared by all graphs
 
     def can_run(self, items: list[ScheduledSequence]) -> bool:
-        """Whether each sequence has one new token, not an image slot, and no prompt token is scored."""
+        """Whether a graph can run the step: one new text token per sequence, and no prompt logprobs."""
         return len(items) <= self._sizes[-1] and all(
             item.num_new_tokens == 1 and item.samples and not item.images and not item.scored
             for item in items
         )
 
     def launch(self, items: list[ScheduledSequence]) -> RunningStep:
-        """Sample the next token of each sequence; waits only if the sampler needs scores. Raises: SequenceFailure."""
+        """Start a step. Waits for the logits only if sampling needs them on the host. Raises: SequenceFailure."""
         params = [item.sequence.sampling for item in items]
         if any(needs_host(item.sequence) for item in items):
             logits, _, _ = self._compute(items, SamplingKind.GREEDY)
@@ -215,14 +213,14 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Capture the first graphs, the largest first: the others share its memory. Returns: whether it worked."""
+        """Capture the common graphs, the largest first, because all share its memory. Returns whether this worked."""
         try:
             for size in reversed(self._sizes):
                 for kind in (SamplingKind.GREEDY, SamplingKind.RANDOM):
                     self._compute([], kind, size)
             for size in (self._sizes[-1], self._sizes[0]):  # a large sort uses another kernel
                 self._compute([], SamplingKind.TRUNCATED, size)
-        except Exception as error:  # of compilers and drivers: any type
+        except Exception as error:  # compilers and drivers raise any type
             logger.warning("steps are not captured in CUDA graphs: %s", str(error)[:500])
             return False
         return True
@@ -230,7 +228,7 @@ class DecodeGraphs:
     def _compute(
         self, items: list[ScheduledSequence], kind: SamplingKind, size: int | None = None
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
-        """Scores, which only greedy graphs keep, and tokens of the buffers' rows. Shapes: (B, V), (B,)."""
+        """Run one step. Returns logits (B, V), which only greedy graphs keep, tokens (B,), and the buffers."""
         size = size or next(size for size in self._sizes if size >= len(items))
         if size not in self._buffers:
             vocab_size = self._decoder.text.vocab_size
@@ -245,7 +243,7 @@ class DecodeGraphs:
         return logits, token_ids, buffers
 
     def step(self, buffers: DecodeBuffers, kind: SamplingKind) -> tuple[Tensor, Tensor]:
-        """The captured function, which reads and writes device memory only."""
+        """The function that is captured: decoder and sampling. It reads and writes device memory only."""
         decoder, inputs = self._decoder, buffers.inputs
         rotation = self._rotary.at_all(inputs.positions)
         attend = self._create_attention(decoder.text.num_heads, self._pool, inputs, rotation)
@@ -279,7 +277,7 @@ class DecodeGraphs:
             logits, token_ids = self.step(buffers, kind)
         self._memory = graph.pool()
         if kind is not SamplingKind.GREEDY:
-            logits = logits.new_empty(0)  # unused: their memory is reused by the next graph
+            logits = logits.new_empty(0)  # not needed: the next graph reuses their memory
         self.captured[size, kind] = graph, logits, token_ids
         return graph, logits, token_ids
 

@@ -16,7 +16,7 @@ from engines.base import EngineStartError
 from engines.torch_backend.models.config import KVShape, TextLimits
 from engines.torch_backend.settings import TorchSettings
 
-#: Share of the free memory after loading that the pool takes by default.
+#: Default size of the pool as a fraction of the memory that is free after loading.
 FREE_MEMORY_RATIO = {"cpu": 0.4, "cuda": 0.85}
 
 

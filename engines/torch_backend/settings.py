@@ -22,7 +22,7 @@ class TorchSettings(BatchingSettings):
     """Quantization of the decoder's weights; with CPU kernels, vision tower and head become int8 too."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of each process of the engine; 0: one for a small model, else one per processor that the
-    container may use, or fewer if a measurement at the start shows that fewer are faster."""
+    container may use, or fewer if a measurement at startup shows that fewer are faster."""
     memory_bytes: int = Field(default=0, ge=0)
     """Memory of the machine, in bytes, that weights and caches may use; caches are sized to fit. 0: no limit
     but free memory."""
@@ -44,7 +44,7 @@ class TorchSettings(BatchingSettings):
     """Format in which the model marks its reasoning. auto: detected from its chat template and tokens;
     none: the whole output is the answer."""
     self_check: Literal["auto", "always", "off"] = "auto"
-    """Compare the logits of a few tokens with transformers' at the start; auto: only for models that the
+    """Compare the logits of a few tokens with transformers' at startup; auto: only for models that the
     project's tests do not cover."""
 
     @field_validator("disabled_ops", mode="before")

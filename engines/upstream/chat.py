@@ -48,7 +48,7 @@ from shared.protocol import (
 
 #: Other reasons, such as `content_filter`, count as `stop`.
 _FINISH = {"length": FinishReason.LENGTH, "tool_calls": FinishReason.TOOL_CALLS}
-#: Sampling parameters outside the API, which the server might ignore.
+#: Sampling parameters that are not in the API: a server might ignore them.
 _UNSUPPORTED = (
     "top_k", "min_p", "repetition_penalty", "stop_token_ids", "keeps_stop", "allowed_token_ids", "logit_bias",
     "num_logprobs", "num_prompt_logprobs", "ignore_eos", "min_tokens", "skip_special_tokens", "returns_prompt_ids",
@@ -201,7 +201,7 @@ class ChatRequest(OpenRequest):
             raise StreamBroken("the stream has no finish_reason")
         if self._finish is FinishReason.STOP and self._open_calls:
             self._finish = FinishReason.TOOL_CALLS
-        # A delta may contain several tokens, and the last tokens have no text: the usage has the true number.
+        # `num_tokens` has counted deltas, which may contain several tokens; the usage has the true number.
         num_more = max(0, self.usage.num_output_tokens - self.num_tokens)
         output = EngineOutput(
             self.request_id, self.num_tokens, calls=self._take_calls(is_end=True), finish_reason=self._finish,
@@ -218,7 +218,7 @@ class ChatRequest(OpenRequest):
 
 
 class ChatEngine(StreamEngine[ChatRequest]):
-    """A model at a server that takes messages and returns text."""
+    """A model behind a server's chat completions API: messages in, text out."""
 
     def __init__(self, settings: OpenAiSettings, client: UpstreamClient, model: str) -> None:
         super().__init__("the upstream server", "/v1/chat/completions", {}, client)
@@ -277,7 +277,7 @@ class ChatEngine(StreamEngine[ChatRequest]):
         return ChatRequest(call.request_id, body, call.priority)
 
     def _refuse(self, request: OpenRequest, status: int, message: str) -> list[EngineOutput]:
-        """Send a request again without earlier reasoning if the server does not know the field."""
+        """If the server rejects `reasoning_content`, send the request again without it."""
         if status < 500 and "reasoning_content" in message:
             sent = [each.pop("reasoning_content", "") for each in request.body()["messages"]]
             if any(sent):
@@ -298,7 +298,7 @@ def _check(task: Generate) -> None:
     for is_wrong, what, param in (
         (task.prompt is not None, "supports chat only: send messages", "prompt"),
         (task.ending != "answer", "cannot continue the last message", "continue_final_message"),
-        (has_options, "takes no variables of the chat template", "chat_template_kwargs"),
+        (has_options, "does not support chat template variables", "chat_template_kwargs"),
         (
             grammar and grammar.kind != "json",
             "supports JSON schemas only",

@@ -31,7 +31,7 @@ class UpstreamSettings(ServerSettings):
     """More arguments for the started server."""
     tokenizer: str = ""
     """Directory or Hugging Face id of tokenizer and chat template; empty: those of the model."""
-    media_kinds: ClassVar[tuple[str, ...]] = ("image",)  #: that the server's API takes
+    media_kinds: ClassVar[tuple[str, ...]] = ("image",)  #: that the server's API accepts
     silence_s: float = Field(default=30.0, gt=0)
     """Seconds without data from a stream after which the server's health is checked."""
 
@@ -48,13 +48,13 @@ class GpuServerSettings(UpstreamSettings):
 
 
 class VllmSettings(GpuServerSettings):
-    """vLLM, in an environment of its own."""
+    """vLLM, in its own environment."""
 
     media_kinds: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
 
 
 class SglangSettings(GpuServerSettings):
-    """SGLang, in an environment of its own."""
+    """SGLang, in its own environment."""
 
     media_kinds: ClassVar[tuple[str, ...]] = ("image", "video")
 
@@ -70,11 +70,11 @@ class OpenAiSettings(UpstreamSettings):
     """Any server of OpenAI's chat completions API, at `url`."""
 
     takes_images: bool = False
-    """Whether the model takes images."""
+    """Whether the model supports images."""
     takes_videos: bool = False
-    """Whether the model takes videos; the frames are sent as JPEG in one `video_url`."""
+    """Whether the model supports videos; the frames are sent as JPEG in one `video_url`."""
     takes_audio: bool = False
-    """Whether the model takes audio; it is sent as `input_audio` in WAV."""
+    """Whether the model supports audio; it is sent as `input_audio` in WAV."""
 
 
 class VectorSettings(PoolingSettings, ServerSettings):

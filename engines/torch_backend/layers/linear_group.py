@@ -1,4 +1,4 @@
-"""Linear layers with a common input, computed as one product with the operations before and after it.
+"""Linear layers with a common input, computed as one matrix product with the operations before and after it.
 
 Unbound, a group runs plain torch; `bind` selects the operators of a device.
 
@@ -42,7 +42,7 @@ class Stream:
         self._x, self._delta = self.tensor(), delta
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all other rows."""
+        """Drop all rows but these."""
         self._x, self.is_own = self.tensor()[rows], True
 
     def tensor(self) -> Tensor:
@@ -75,7 +75,7 @@ class LinearGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether `kernel` alone computes the result of a call."""
+        """Whether `kernel` computes the complete result of a call."""
         is_alone = self._after is None and self._order is None
         return is_alone and (self.kernel.fuses_prologue or not self._before)
 

@@ -49,7 +49,7 @@ class StoredTensor:
 
     def map(self) -> Tensor:
         """Map the tensor from the file. Raises: UnsupportedCheckpoint if it contains NaN or Inf."""
-        # a mapping of its own, so that dropping the tensor frees its pages
+        # a separate mapping, so that dropping the tensor frees its pages
         with safe_open(self.file, "pt") as content:
             return finite(self.name, content.get_tensor(self.name))
 

@@ -74,7 +74,7 @@ def build_config(section: Fields, default_kind: str = "") -> Any:
 
 
 def _believed(section: Fields) -> dict[str, Any]:
-    """The fields of a section and its subsections, without unsafe ones. Raises: UnsupportedCheckpoint."""
+    """The safe fields of a section and its subsections. Raises: UnsupportedCheckpoint."""
     for name, most in MAX_WHOLE.items():
         given = section.get(name)
         for size in given if isinstance(given, list) else [given]:
@@ -133,7 +133,7 @@ def check_clip(section: Fields) -> None:
         reason = f"is {shown(kind)}; only CLIP's tower is supported"
         raise BeyondOurProgram(section.refuse("model_type", reason))
     if section.get("num_channels", 3) != 3:
-        raise section.refuse("num_channels", "is not 3; the tower has to take RGB images")
+        raise section.refuse("num_channels", "is not 3; only RGB images are supported")
     section.one_of("hidden_act", ("quick_gelu", "gelu"))
     _check_numbers(section, "layer_norm_eps")
 

@@ -20,7 +20,7 @@ from engines.torch_backend.ops.registry import Ops
 
 
 class PatchEmbeddings(nn.Module):
-    """Patches as tokens behind the class token, with their positions."""
+    """Patches as tokens after the class token, with their positions."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()

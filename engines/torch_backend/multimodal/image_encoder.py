@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOT_FINITE = "The model's features of an image are not finite numbers."
 UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
-#: Fewest prompt tokens that are computed while an image behind them is not encoded: a step reads all weights.
+#: Minimum number of prompt tokens to compute before an image that is not encoded yet: each step reads all weights.
 FEWEST_TOKENS = 64
 #: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
 SECONDS_ALONE = 0.25
@@ -80,7 +80,7 @@ class EncoderCache:
         return self._features[key]
 
     def unpin(self, request_id: str, key: ImageKey) -> None:
-        """The request has read all of an image. Idempotent."""
+        """Unpin an image that the request has read completely. Idempotent."""
         keys = self._pinned.get(request_id, set())
         keys.discard(key)
         if not keys:
@@ -88,12 +88,12 @@ class EncoderCache:
         self._evict()
 
     def release(self, request_id: str) -> None:
-        """The request has ended. Idempotent."""
+        """Unpin all images of a request that has ended. Idempotent."""
         for key in list(self._pinned.get(request_id, ())):
             self.unpin(request_id, key)
 
     def clear(self) -> None:
-        """Forget every image and all counts."""
+        """Remove all images, and reset the counts."""
         self.__init__(self._max_bytes)
 
     def _evict(self, num_new_bytes: int = 0) -> bool:
@@ -127,7 +127,7 @@ class ImageEncoder:
     _wanted_by: set[str] = field(default_factory=set)  #: requests that wait for the begun image
 
     def release(self, request_id: str) -> None:
-        """The request has ended: stop encoding an image that only it waits for. Idempotent."""
+        """Stop encoding an image that only this ended request waits for. Idempotent."""
         self.cache.release(request_id)
         self._wanted_by.discard(request_id)
         if not self._wanted_by:
@@ -253,7 +253,7 @@ class ImageEncoder:
             are_finite = torch.stack([rows.isfinite().all() for rows in features]).tolist()
             for (key, each), rows, is_finite in zip(part, features, are_finite, strict=True):
                 if is_finite:
-                    # a copy of its own, so that evicting one image frees its memory
+                    # a separate copy, so that evicting one image frees its memory
                     self.cache.put(key, rows.clone(), each.readers)
         return frozenset()
 
@@ -300,7 +300,7 @@ class ImageEncoder:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Errors of the CPU's allocator have no type of their own."""
+    """The CPU allocator's errors are plain RuntimeErrors."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 

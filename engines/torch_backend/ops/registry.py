@@ -1,7 +1,7 @@
 """Operators: their references, faster candidates, and the selection of a candidate.
 
 An operator is a folder of this package with an `OP`: a reference in plain torch, candidates for some devices, and
-an example on which a candidate must agree with the reference. `choose` tests the candidates once at the start.
+an example on which a candidate must agree with the reference. `choose` tests the candidates at startup.
 """
 
 import logging

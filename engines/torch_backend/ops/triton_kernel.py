@@ -1,4 +1,4 @@
-"""Candidates in Triton, which is imported on use."""
+"""Triton candidates of operators. Triton is imported only when a candidate is built."""
 
 from collections.abc import Callable
 from importlib import import_module  # noqa: TID251 - names the modules of its own table
@@ -17,7 +17,7 @@ def lacks(site: Site) -> str:
 def triton_candidate(
     operator: str, function: str, adapt: Callable[[Any], Any] = lambda kernel: kernel
 ) -> Candidate:
-    """A candidate from `function` of an operator's `triton.py`."""
+    """The candidate that `function` in the operator's `triton.py` implements."""
 
     def build(site: Site) -> Any:
         module = import_module(f"engines.torch_backend.ops.{operator}.triton")

@@ -448,7 +448,7 @@ class GenericModel(FamilyModel):
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and the "no feature" row for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
-            # the decoder's input for a slot token in a prompt without images
+            # the embedding that the decoder gets for a slot token in a prompt without images
             slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
             ids = torch.tensor([[slot_id]], device=features.device)
             zero = {name: self._forms[name].output(torch.zeros_like(features[:1]))}

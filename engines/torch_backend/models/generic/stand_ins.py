@@ -25,7 +25,7 @@ def make_stand_in(shape: tuple[int, int], number: int) -> Tensor:
     count = (num_outputs - 1) * _STEP + num_inputs
     generator = torch.Generator().manual_seed(number)
     values = torch.randint(-127, 128, (count,), generator=generator)
-    # a typical scale of weights, exact in bfloat16
+    # a typical scale of weights that bfloat16 represents exactly
     scale = 2.0 ** -(7 + math.ceil(math.log2(num_inputs) / 2))
     return (values * scale).bfloat16().as_strided(shape, (_STEP, 1))
 

@@ -1,4 +1,4 @@
-"""Linear layers with a common input as one product, for GPUs, where launches are more expensive than a copy.
+"""Linear layers with a common input as one matrix product, for GPUs, where a launch costs more than a copy.
 
 The layers' weights become views of the joined weight, so that nothing is stored twice.
 

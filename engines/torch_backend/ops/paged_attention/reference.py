@@ -41,7 +41,7 @@ class Heads:
 
     @property
     def has_odd_scores(self) -> bool:
-        """Whether only the reference supports it."""
+        """Whether it has options that only the reference supports."""
         return (self.chunk, self.softcap, self.sinks) != (None, None, None)
 
     def is_plain(self, inputs: StepInputs) -> bool:
