@@ -512,7 +512,7 @@ class Tokens(Event, frozen=True):
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
-    #: Tokens whose ids are unknown (engines behind an API). Another worker cannot continue such an answer.
+    #: Tokens whose ids are unknown (engines that call an API). Another worker cannot continue such an answer.
     num_without_id: int = 0
     reasoning: str = ""  #: reasoning before the answer; precedes `text`
     calls: tuple[CallPiece, ...] = ()  #: function calls after `text`

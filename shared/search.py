@@ -151,7 +151,7 @@ class ReadStore(Read[StoreRecord], frozen=True, kw_only=True):
 
 
 class ListStores(Read[list[StoreRecord]], frozen=True, kw_only=True):
-    """The answer has one more than the limit if there are more. So have those of other lists."""
+    """Like all list requests, it is answered with limit + 1 entries if there are more than the limit."""
 
     page: Page
 

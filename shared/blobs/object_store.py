@@ -30,7 +30,7 @@ _MAX_KNOWN = 10_000
 _TIMEOUT_S = 10.0
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
 _PROBE = "probe"
-#: Of an upload that are in memory; S3 refuses smaller parts.
+#: Size of the parts of an upload, which are buffered in memory; S3 refuses smaller parts.
 _PART_BYTES, _MIN_PART_BYTES = 1 << 20, 5 << 20
 
 
@@ -79,7 +79,7 @@ class ObjectBlobStore:
         else:
             data.seek(0)
         await self._try(self._obstore.put_async(self._store, ref.sha256, data, **options))
-        self._written.pop(ref.sha256, None)  # keeps the oldest entry first
+        self._written.pop(ref.sha256, None)  # so that the oldest entry stays first
         self._written[ref.sha256] = now
         if len(self._written) > _MAX_KNOWN:
             del self._written[next(iter(self._written))]

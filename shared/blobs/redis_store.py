@@ -52,7 +52,7 @@ class RedisBlobStore(RedisStore):
         is_likely_there = self._known.get(ref.sha256, 0.0) > now
         if not (is_likely_there and await self._put(b"", holder, ttl_s, ref)):
             await self._put(data, holder, ttl_s, ref)
-        self._known.pop(ref.sha256, None)  # keeps the oldest entry first
+        self._known.pop(ref.sha256, None)  # so that the oldest entry stays first
         self._known[ref.sha256] = now + ttl_s
         if len(self._known) > MAX_REMEMBERED:
             del self._known[next(iter(self._known))]

@@ -670,7 +670,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
         return "a secret's name looks like a value: deploy again with --secret NAME=SECRET"
     return (
         f"no node has the secret {names}: put a file of that name below its VLM_NODE__SECRETS_DIR, "
-        "or name a variable of its own in VLM_NODE__SECRETS"
+        "or name an environment variable of the node in VLM_NODE__SECRETS"
     )
 
 

@@ -118,4 +118,4 @@ def _run(
 
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1][:200] if lines else "ssh-keygen does not say why"
+    return lines[-1][:200] if lines else "ssh-keygen printed no reason"

@@ -301,7 +301,7 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
         queue = self._keys.queue(model)
         try:
             pending = await self._ask("XPENDING", queue, GROUP)
-            begin = b"(" + pending[2] if pending[2] else "-"  # what was read and ended is deleted
+            begin = b"(" + pending[2] if pending[2] else "-"  # earlier entries are deleted
         except ResponseError:  # no worker has ever read
             begin = "-"
         entries = await self._ask("XRANGE", queue, begin, "+", "COUNT", 10)

@@ -44,8 +44,8 @@ from shared.redis.client import (
 
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 
-#: Idle time after which an entry that Redis assigns to this worker, but that the worker does not hold, counts as lost in
-#: a reply. Above the age of any renewed lease, so that entries of a worker with the same name are not taken.
+#: An entry that Redis assigns to this worker, but that the worker does not hold, belongs to a lost reply if it is idle for
+#: longer than this. Above the age of any renewed lease, so that a worker with the same name keeps its entries.
 UNKNOWN_AFTER_S = 4.0
 #: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose it.
 RENEW_EVERY_S = 2.5

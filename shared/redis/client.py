@@ -208,11 +208,11 @@ class _Wire(asyncio.Protocol):
             self._transport.write(piece)
 
     def pause_writing(self) -> None:
-        """The kernel's buffer is full."""
+        """Stop writing: the kernel's buffer is full."""
         self._is_paused = True
 
     def resume_writing(self) -> None:
-        """The kernel's buffer is empty."""
+        """Continue writing: the kernel's buffer is empty."""
         self._is_paused = False
         self._moved_at = self._loop.time()
         self._write()
@@ -427,7 +427,7 @@ class RedisSender:
         if failure is not None:
             self._fail(self._sent, failure)
             self._sent.clear()
-            if isinstance(failure, TimeoutError):  # the calls queued behind it have waited as long
+            if isinstance(failure, TimeoutError):  # later calls have waited as long
                 before = asyncio.get_running_loop().time() - self._link.timeout_s
                 while self._waiting and self._waiting[0].since <= before:
                     settle(self._waiting.popleft().future, failure)

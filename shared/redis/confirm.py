@@ -23,7 +23,7 @@ _Waiter = tuple[Sequence[Command], asyncio.Future[None]]
 
 
 class Confirmer:
-    """Confirms writes on a connection of its own, because `WAIT` delays the commands behind it.
+    """Confirms writes on a separate connection, because `WAIT` delays later commands.
 
     Concurrent callers share a `WAIT`. Without replicas, `confirm` returns at once.
     """

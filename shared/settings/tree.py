@@ -289,7 +289,7 @@ class WorkerSettings(Group):
     process decodes videos and audio."""
 
     lora: Names = ()
-    """LoRA adapters to load at the start, comma separated: `name=directory` or `name=org/repo[@revision]`."""
+    """LoRA adapters to load at startup, comma separated: `name=directory` or `name=org/repo[@revision]`."""
     lora_dir: str = ""
     """Directory of the adapters that may be loaded at run time; empty: none."""
     package: str = ""
@@ -311,7 +311,7 @@ class WorkerSettings(Group):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Adapters that are loaded at the start: directories or hub ids by name."""
+        """Adapters that are loaded at startup: directories or hub ids by name."""
         return dict(value.split("=", 1) for value in self.lora)
 
     @cached_property

@@ -76,7 +76,7 @@ GATEWAY_METRICS = (
            "tokens and times are counted), cancelled, rejected, or an error's code.",
            ("model", "outcome")),
     Metric("vlm_http_requests_total", "counter",
-           "HTTP requests by their route's template, without probes and /metrics. Status 499: the client left.",
+           "HTTP requests by their route's template, without probes and /metrics. Status 499: the client disconnected.",
            ("method", "route", "status")),
     Metric("vlm_request_stage_seconds", "histogram",
            "Time that finished requests spent in each stage.", ("stage", "model"), LATENCY_BUCKETS),
@@ -92,11 +92,11 @@ GATEWAY_METRICS = (
     Metric("vlm_inter_token_latency_seconds", "histogram",
            "ITL: time between consecutive tokens.", ("model",), TOKEN_BUCKETS),
     Metric("vlm_prompt_tokens_total", "counter",
-           "Prompt tokens, including those of images and cached ones.", ("model",)),
+           "Prompt tokens, including image tokens and cached tokens.", ("model",)),
     Metric("vlm_image_tokens_total", "counter", "Prompt tokens of images and videos.", ("model",)),
     Metric("vlm_audio_tokens_total", "counter", "Prompt tokens of audio.", ("model",)),
     Metric("vlm_cached_tokens_total", "counter",
-           "Prompt tokens of answers that were found in a prefix cache.", ("model",)),
+           "Prompt tokens that were found in a prefix cache.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
     Metric("vlm_key_tokens_total", "counter",
            "Tokens of complete answers by the name of a stored key, the first 1,000 of them; the others are `other`. `type`: "
@@ -135,7 +135,7 @@ GATEWAY_METRICS = (
     Metric("vlm_deployment_desired_instances", "gauge",
            "Instances that the active version should have.", ("application",)),
     Metric("vlm_deployment_canary_ratio", "gauge",
-           "Share of the requests that go to the candidate.", ("application",)),
+           "Fraction of requests that go to the candidate.", ("application",)),
     Metric("vlm_deployment_start_seconds", "gauge",
            "Time from the claim of the latest instance until it was ready.", ("application",)),
     Metric("vlm_deployment_rollouts_total", "counter",
@@ -148,7 +148,7 @@ GATEWAY_METRICS = (
 WORKER_METRICS = (
     Metric("vlm_num_requests_running", "gauge", "Sequences in the running batch."),
     Metric("vlm_num_requests_waiting", "gauge", "Sequences that wait in the engine."),
-    Metric("vlm_kv_cache_usage_ratio", "gauge", "Share of the KV blocks in use, 0 to 1."),
+    Metric("vlm_kv_cache_usage_ratio", "gauge", "Fraction of the KV blocks in use, 0 to 1."),
     Metric("vlm_prefix_cache_query_tokens_total", "counter", "Prompt tokens looked up in the prefix cache."),
     Metric("vlm_prefix_cache_hit_tokens_total", "counter", "Prompt tokens found in the prefix cache."),
     Metric("vlm_encoder_cache_queries_total", "counter", "Images and chunks of videos looked up in the feature cache."),
@@ -291,7 +291,7 @@ class GatewayMetrics:
         return self._set.registry
 
     def record_http(self, method: str, route: str, status: int | None) -> None:
-        """Count an HTTP request. `status`: None if the client left before the response."""
+        """Count an HTTP request. `status`: None if the client disconnected before the response."""
         labels = (method if method in _METHODS else "other", route, str(status or CLIENT_GONE))
         self._counter("vlm_http_requests_total", *labels).inc()
 

@@ -1,6 +1,6 @@
--- The states of calls.
+-- Read the states of calls.
 -- KEYS: call of each item
--- Returns for each item {state, attempt, tokens, milliseconds to live}; the state is empty if it is unknown.
+-- Returns for each item {state, attempt, tokens, ttl_ms}; the state of an unknown call is empty.
 local found = {}
 for item, request in ipairs(KEYS) do
   local fields = redis.call('HMGET', request, 'state', 'attempt', 'tokens')
