@@ -92,7 +92,7 @@ def bench_gateway(
         typer.Option(help="Measure what `vlm plan` reads at 32 connections, and write it there."),
     ] = None,
 ) -> None:
-    """Drive HTTP, Redis, worker and mock engine beside a bare FastAPI endpoint."""
+    """Compare gateway, Redis, worker and mock engine with a bare FastAPI endpoint."""
     from benchmarks.gateway.growth import measure_growth
     from benchmarks.gateway.run import run
     from benchmarks.gateway.server import measure_tokens, write_fleet_figures
@@ -153,7 +153,7 @@ def bench_engine(
         typer.Option(help="Also write what `vlm plan` reads; needs decode and prefill."),
     ] = None,
 ) -> None:
-    """Drive the engine alone, beside what this machine's memory and arithmetic allow."""
+    """Measure the engine without HTTP and queue, and compare it with this machine's limits."""
     from benchmarks.engine.run import BenchOptions, run
 
     options = BenchOptions(
@@ -189,7 +189,7 @@ def bench_peers(
         typer.Option("--quick", help="Five minutes: 6 layers, decode-1 and prefill, 2 rounds."),
     ] = False,
 ) -> None:
-    """Measure the engine beside transformers and llama.cpp, which is built at first use, in turn."""
+    """Compare the engine with transformers and llama.cpp, which is built at first use."""
     from benchmarks.peers.run import run
 
     with _faults_end("peers"):
@@ -232,7 +232,7 @@ def bench_embeddings(
         ),
     ] = None,
 ) -> None:
-    """Measure the embedding engine beside sentence-transformers, infinity and open_clip, one thread."""
+    """Compare the embedding engine with sentence-transformers, infinity and open_clip, on one thread."""
     from benchmarks.engine.embeddings import run
 
     run(shapes.split(","), rounds, peers)
@@ -266,7 +266,7 @@ def bench_media(
     frames: Annotated[int, typer.Option(min=1, help="Frames that are wanted.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
 ) -> None:
-    """Measure the CPU time of decoding a few frames of a long H.264 video, beside decoding it from its beginning."""
+    """Compare the CPU time of decoding a few frames of a long H.264 video with decoding it from its beginning."""
     from benchmarks.media import run
 
     run(seconds, frames, rounds)

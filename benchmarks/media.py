@@ -1,4 +1,4 @@
-"""`vlm bench media`: CPU time of decoding frames of a long video in our child, beside decoding it from its beginning."""
+"""`vlm bench media`: CPU time of decoding frames of a long video in the worker's child, and from its beginning."""
 
 import io
 import time

@@ -46,7 +46,7 @@ class EngineFigures(msgspec.Struct):
     batch_size: int
     output_token_s: PositiveTime
     prompt_token_s: PositiveTime
-    image_s: PositiveTime | None = None  #: with its tokens; None: the model takes no images
+    image_s: PositiveTime | None = None  #: with its tokens; None: the model does not support images
 
 
 class Figures(msgspec.Struct, omit_defaults=True):
@@ -109,7 +109,7 @@ def make_plan(load: Load, fleet: FleetFigures, engine: EngineFigures) -> Plan:
         + load.prompt_tokens * engine.prompt_token_s
         + load.images * (engine.image_s or 0.0)
     )
-    images = load.images * load.image_bytes / fleet.image_bytes  # as many of the measured size
+    images = load.images * load.image_bytes / fleet.image_bytes  # in images of the measured size
     busy = {"engine": load.rate * engine_s}
     for role in ROLES:
         tokens_s, images_s = load.output_tokens * fleet.token_s[role], images * fleet.image_s[role]

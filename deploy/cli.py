@@ -101,7 +101,7 @@ PACKAGE = ("engine", "entry", "command", "installed", "env", "secret")
 
 Needs = Annotated[str, typer.Option(help="Per instance: cpu=2,memory=4g,gpu=1.")]
 Canary = Annotated[
-    str, typer.Option(help="Share of the requests for the new version at first, such as 10%.")
+    str, typer.Option(help="Initial fraction of requests for the new version, such as 10%.")
 ]
 StartS = Annotated[
     float, typer.Option(help="Seconds from its installation until a new instance must be ready.")

@@ -137,7 +137,7 @@ def _parse_share(text: str) -> float:
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
         if 0 <= number <= 0.99:
             return number
-    text = f"--canary {text}: write a share of the requests up to 99%, such as 10%"
+    text = f"--canary {text}: write a fraction of requests up to 99%, such as 10%"
     raise CommandFailed(text, ARGUMENTS)
 
 

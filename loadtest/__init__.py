@@ -1,1 +1,1 @@
-"""Load from outside: a client that imports nothing of ours."""
+"""The load test: a client of OpenAI's API that imports no other package of this project."""

@@ -129,7 +129,7 @@ class Group:
 
 
 def _numbers_of(run: int) -> Iterator[int]:
-    """Of the new images of a run, whose number is drawn, so that no cache has seen them."""
+    """Numbers of the new images of a run. Runs have random numbers, so that no cache has seen their images."""
     return count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
 
 

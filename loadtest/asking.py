@@ -1,6 +1,6 @@
 """Sends one question on a free connection, checks that the answer is correct and complete, and reports a record.
 
-A wrong answer is a failure like a refused request: a fast server that mixes up its requests is not fast. Used by the
+A wrong answer counts as a failure, like a refused request. Used by the
 users of the closed loop and by the open loop, from many greenlets.
 """
 

@@ -66,7 +66,7 @@ def loadtest(
         float, typer.Option(min=0.0, max=1.0, help="Accepted ratio of failures.")
     ] = 0.0,
     stream_ratio: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of streamed answers.")
+        float, typer.Option(min=0.0, max=1.0, help="Fraction of streamed answers.")
     ] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an answer.")] = 16,
     image_bytes: Annotated[

@@ -137,7 +137,7 @@ class ChatClient:
 
 @contextmanager
 def _faults_end_the_connection(connection: HTTPConnection) -> Iterator[None]:
-    """Raise AnswerError for errors of connection or format, and close the connection."""
+    """Convert errors of connection or format to AnswerError, and close the connection."""
     try:
         yield
     except AnswerError:
@@ -192,7 +192,7 @@ def _read_stream(response: HTTPResponse, sent_at: float) -> Answer:
     reason, usage, timings, is_done, ended_at = "", {}, None, False, sent_at
     for ended_at, data in read_events(response):
         if is_done:
-            raise AnswerError("the stream goes on after [DONE]")
+            raise AnswerError("the stream continues after [DONE]")
         if data == b"[DONE]":
             is_done = True
             continue

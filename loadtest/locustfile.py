@@ -65,7 +65,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         ("--seed", usual.seed, "Seed of all questions."),
         ("--max-tokens", usual.max_tokens, "Output tokens of an answer."),
         ("--image-bytes", usual.image_bytes, "Size of an image."),
-        ("--stream-ratio", usual.stream_ratio, "Share of streamed answers."),
+        ("--stream-ratio", usual.stream_ratio, "Fraction of streamed answers."),
         ("--think-time", usual.think_s, "Mean pause of a user, seconds."),
     ):
         parser.add_argument(name, type=type(default), default=default, help=text)

@@ -273,7 +273,7 @@ class FlatIndex:
         """Nothing to do."""
 
     def close(self) -> None:
-        """The files are unmapped with the last array."""
+        """Nothing to do: a file is unmapped when its last array is freed."""
 
 
 def _best(scores: np.ndarray, k: int) -> np.ndarray:

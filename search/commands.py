@@ -417,7 +417,7 @@ class RemoteEmbedder:
         raise EmbedError(f"give one of the gateway's embedding models with --model: {names}")
 
     def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """Texts and images in requests of their own, within the limits of one request."""
+        """Texts and images in separate requests, within the limits of one request."""
         rows: dict[int, np.ndarray] = {}
         texts = {index: each.text for index, each in enumerate(sources) if each.image is None}
         images = {index: each.image for index, each in enumerate(sources) if each.image is not None}
@@ -695,7 +695,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
         if (directory / PLAN).exists():
             read_manifest(directory)  # which raises
         if not list_images(directory):
-            raise EmbedError(f"{directory} is no collection (no {MANIFEST}) and has no images")
+            raise EmbedError(f"{directory} is not a collection (no {MANIFEST}) and has no images")
         return model
     kind = find_kind(engine)
     if model or (url is None and (kind is None or not kind.needs_checkpoint)):

@@ -2,8 +2,8 @@
 
 A write is one commit: a file, then the version that names it. A search scans up to `SCAN_ROWS` rows exactly; of
 larger tables it scans 8-bit vectors, and reranks the best candidates by their exact vectors. Rows that are newer than
-the index are scanned too, so that a search sees all acknowledged writes. A graph would take minutes to build, and
-have a lower recall in the time of such a scan.
+the index are scanned too, so that a search sees all acknowledged writes. A graph index would take minutes to build
+and have a lower recall at equal search time.
 """
 
 import json
@@ -85,7 +85,7 @@ class LanceIndexes:
 
 
 class Readers:
-    """Knows its readers, so that a writer can wait for those that began earlier."""
+    """Tracks the active readers, so that a writer can wait for those that began earlier."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -50,7 +50,7 @@ def open_postgres(url: str) -> "PostgresIndexes":
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Raises: SettingsError for errors at the start."""
+    """Raises: SettingsError for errors at startup."""
     try:
         yield
     except (errors.FeatureNotSupported, errors.UndefinedFile):

@@ -65,7 +65,7 @@ def test_models_that_do_not_chat_or_have_no_worker_are_not_asked(fake):
     ("answer", "message"),
     [
         (stream()[:-1], "without"),
-        ([*stream(), chunk("more")], "goes on"),
+        ([*stream(), chunk("more")], "continues"),
         ([event(b"[DONE]")], "lacks"),
         ([chunk("a"), event({"error": {"code": "engine_failure", "message": "-"}})], "engine_fail"),
         ([event(b"{]")], "malformed"),
