@@ -622,15 +622,15 @@ class BatchRunner:
         cancelled = await asyncio.to_thread(self._batches.cancelled_ids) if waiting else set()
         for owner, id_ in [each for each in waiting if each[1] in cancelled]:
             waiting.remove((owner, id_))  # only has to be finished, MAX_RUNNING does not apply
-            await self._take(owner, id_)
+            await self._try_to_run(owner, id_)
         while waiting and len(self._running) < MAX_RUNNING:
             # The oldest batch of the owner with the fewest running ones.
             num_running = Counter(owner for owner, _ in self._running.values())
             owner, id_ = min(waiting, key=lambda each: (num_running[each[0]], each[1]))
             waiting.remove((owner, id_))
-            await self._take(owner, id_)
+            await self._try_to_run(owner, id_)
 
-    async def _take(self, owner: str, id_: str) -> None:
+    async def _try_to_run(self, owner: str, id_: str) -> None:
         """Run a batch, unless another gateway runs it."""
         if await self._leases.hold(id_, self.holder, _LEASE_S):
             task = asyncio.create_task(self._run(owner, id_), name=id_)
@@ -639,7 +639,7 @@ class BatchRunner:
     async def _run(self, owner: str, id_: str) -> None:
         """Run a batch while this gateway holds its lease."""
         work = asyncio.ensure_future(self._work(owner, id_))
-        hold = asyncio.ensure_future(self._hold(id_))
+        hold = asyncio.ensure_future(self._renew_lease(id_))
         try:
             await asyncio.wait({work, hold}, return_when=asyncio.FIRST_COMPLETED)
             if work.done() and (error := work.exception()) is not None:
@@ -655,7 +655,7 @@ class BatchRunner:
             del self._running[id_]
             self._changed.set()
 
-    async def _hold(self, id_: str) -> None:
+    async def _renew_lease(self, id_: str) -> None:
         """Renew the lease. Returns when the lease is lost, or may be lost."""
         held_at = time.monotonic()
         while time.monotonic() < held_at + _LEASE_S * 0.7:

@@ -211,7 +211,7 @@ class _Terminal:
             try:
                 line = self._console.input("> " if self._is_on_terminal else "").strip()
                 if line.startswith("/"):
-                    files = self._obey(line, files)
+                    files = self._run_command(line, files)
                 elif line:
                     self.answer(line, files)
             except EOFError:
@@ -228,7 +228,7 @@ class _Terminal:
             if len(messages) > num_before:
                 files = []  # sent once: the conversation contains them
 
-    def _obey(self, line: str, files: list[Path]) -> list[Path]:
+    def _run_command(self, line: str, files: list[Path]) -> list[Path]:
         """Run a command. Returns the files of the next question. Raises: ChatError."""
         conversation = self._conversation
         command, _, argument = line.partition(" ")

@@ -1,7 +1,7 @@
 """The options `--url` and `--api-key` of commands that call a gateway.
 
-The default key is `VLM_API_KEY`. `OPENAI_API_KEY` is read only if the URL comes from `OPENAI_BASE_URL`,
-so that the key is never sent to another server.
+The default key is that of `VLM_API_KEY`. `OPENAI_API_KEY` is read only if the URL comes from `OPENAI_BASE_URL`,
+so that OpenAI's key is never sent to another server.
 """
 
 import os
@@ -16,7 +16,7 @@ URL = "http://127.0.0.1:8000"
 
 
 def read_url(text: str | None) -> str | None:
-    """The URL without a trailing `/v1`, which OpenAI clients append. Raises: BadParameter."""
+    """The URL without a trailing `/v1`, with which base URLs of OpenAI clients end. Raises: BadParameter."""
     if text is None:
         return None
     if text and "://" not in text:

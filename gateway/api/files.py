@@ -116,7 +116,7 @@ class BatchResource(Resource):
     tag = "batches"
 
     _batches: Batches | None
-    _look: Callable[[], None]  #: wakes the runner
+    _wake_runner: Callable[[], None]
     _limits: LimitSettings
     _endpoints: Sequence[str]  #: paths that lines may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
@@ -155,7 +155,7 @@ class BatchResource(Resource):
 
         async with self._taking:  # of concurrent requests, as many succeed as the limit allows
             view = await blocking(create)
-        self._look()
+        self._wake_runner()
         return BatchObject.of(_found(view))
 
     @operation("GET", "/v1/batches")
@@ -190,7 +190,7 @@ class BatchResource(Resource):
             return batches.get(caller.tenant, id_)
 
         view = await blocking(cancel)
-        self._look()
+        self._wake_runner()
         return BatchObject.of(_found(view))
 
 

@@ -322,10 +322,10 @@ class _SchemaCheck:
     _num_values: int = 0
 
     def check(self, schema: dict[str, Any]) -> None:
-        self._look(schema, self._param, 1)
+        self._check_sizes(schema, self._param, 1)
         self._check_keywords(schema, self._param)
 
-    def _look(self, value: Any, param: str, depth: int) -> None:
+    def _check_sizes(self, value: Any, param: str, depth: int) -> None:
         """Check sizes and nesting, independent of keywords."""
         limits, inner = self._limits, enumerate(value) if isinstance(value, list) else ()
         self._num_values += 1
@@ -338,10 +338,10 @@ class _SchemaCheck:
             if len(value) > (most := limits.max_schema_properties):
                 raise _invalid_schema(param, f"send at most {most} properties of an object")
         for key, each in inner:
-            self._look(each, _join(param, str(key)), depth + 1)
+            self._check_sizes(each, _join(param, str(key)), depth + 1)
 
     def _check_keywords(self, schema: Any, param: str) -> None:
-        """Check the keywords of a schema and of the schemas inside it. `_look` has bounded their depth."""
+        """Check the keywords of a schema and of the schemas inside it. `_check_sizes` has bounded their depth."""
         limits = self._limits
         for key, value in schema.items() if isinstance(schema, dict) else ():
             place = _join(param, key)

@@ -232,7 +232,7 @@ class Inputs:
         self.parts: list[TextPart | TokensPart | ImagePart] = []
         if request.messages is not None:
             self.is_list = False
-            self.parts.append(self._turn(request.messages[0].content))
+            self.parts.append(self._to_input(request.messages[0].content))
         else:
             assert items is not UNSET
             self.is_list = not isinstance(items, str) and not isinstance(items[0], int)
@@ -241,7 +241,7 @@ class Inputs:
                 self.parts.append(self._part(item, param))
         self._check(limits)
 
-    def _turn(self, content: str | list[TextContent | ImageContent]) -> TextPart | ImagePart:
+    def _to_input(self, content: str | list[TextContent | ImageContent]) -> TextPart | ImagePart:
         """Texts are joined by line breaks. Raises: InvalidRequest for text with an image."""
         param = "messages.[0].content"
         if isinstance(content, str):

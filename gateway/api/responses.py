@@ -485,7 +485,7 @@ def _echo(
         metadata=request.metadata or {},
         text=ShownText(form or TextFormat()),
         tools=[_show_tool(tool) for tool in request.tools or () if tool.type == "function"],
-        tool_choice=_word_of(request.tool_choice),
+        tool_choice=_normalize(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls is not False,
     )
 
@@ -513,7 +513,7 @@ def _show_tool(tool: ResponseTool) -> ShownTool:
     return ShownTool(tool.name or "", tool.description, schema, tool.strict)
 
 
-def _word_of(choice: ResponseToolChoice | None) -> ResponseToolChoice:
+def _normalize(choice: ResponseToolChoice | None) -> ResponseToolChoice:
     """The choice as a string, if it names no function."""
     if choice is None:
         return "auto"
@@ -529,7 +529,7 @@ def tools_of(request: ResponseFields, card: ModelCard, limits: LimitSettings) ->
         for index, tool in enumerate(request.tools or ())
         if tool.type == "function"
     ]
-    choice, names = _word_of(request.tool_choice), None
+    choice, names = _normalize(request.tool_choice), None
     must_call = choice == "required"
     if isinstance(choice, ResponseChoice) and choice.type == "function":
         if choice.name is None:
@@ -558,7 +558,7 @@ def translate_input(
     if request.instructions:
         conversation.add("system", [conversation.text(request.instructions)])
     if kept is not None:
-        _go_on(conversation, kept)
+        _add_previous(conversation, kept)
     items = request.input
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
@@ -569,7 +569,7 @@ def translate_input(
     return conversation
 
 
-def _go_on(conversation: Conversation, kept: Continued) -> None:
+def _add_previous(conversation: Conversation, kept: Continued) -> None:
     """Add the stored messages and images of an earlier answer."""
     for message in kept.messages:
         parts = tuple(
@@ -723,7 +723,7 @@ class _Input(Surface):
     def previous(self, request: ResponseFields) -> str | None:
         return request.previous_response_id
 
-    def go_on(self, request: ResponseFields, kept: Record) -> Continued:
+    def with_previous(self, request: ResponseFields, kept: Record) -> Continued:
         *messages, answer = read_kept(kept).messages
         if messages and messages[-1].role == "assistant":  # the answer continues this message
             begun = messages.pop()

@@ -273,7 +273,7 @@ class Sessions(Resource):
         session = (await self._find(caller)).session
         await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
-        [states] = await self._look_at_open([found])
+        [states] = await self._find_open_states([found])
         waiting = [t for t, s in zip(found.open_tasks, states, strict=True) if s == "pending"]
         await self._cancel(session.id, waiting)
         if session.common is not None and "running" not in states:
@@ -295,19 +295,19 @@ class Sessions(Resource):
     async def _describe(self, found: Sequence[SessionState]) -> list[SessionObject]:
         """Sessions with the numbers of their tasks. Open tasks that were not looked up count as pending."""
         shown = []
-        for each, states in zip(found, await self._look_at_open(found), strict=True):
+        for each, states in zip(found, await self._find_open_states(found), strict=True):
             now = Counter(states)
             now["pending"] += each.num_open - len(each.open_tasks)
             shown.append(self._show(each, now + Counter(each.ended)))
         return shown
 
-    async def _look_at_open(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
+    async def _find_open_states(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
         """States of each session's open tasks. Tasks that have ended are marked as such in the store."""
-        looked = iter(await self._look([task for each in found for task in each.open_tasks]))
-        every: list[list[TaskState]] = [[next(looked) for _ in each.open_tasks] for each in found]
+        flat = iter(await self._read_states([task for each in found for task in each.open_tasks]))
+        every: list[list[TaskState]] = [[next(flat) for _ in each.open_tasks] for each in found]
         for each, states in zip(found, every, strict=True):
-            stands = zip(each.open_tasks, states, strict=True)
-            ended = {task.id: state for task, state in stands if state in ENDED}
+            tasks = zip(each.open_tasks, states, strict=True)
+            ended = {task.id: state for task, state in tasks if state in ENDED}
             await self._store.settle(each.session.id, ended)
         return every
 
@@ -403,7 +403,7 @@ class Sessions(Resource):
                 raise unavailable() from None
         if state == "new":
             return _show_task(session, task, "pending")
-        [state] = await self._stand(session, [(task, state)])
+        [state] = await self._find_states(session, [(task, state)])
         return _show_task(session, task, state)
 
     async def _queue(
@@ -439,7 +439,7 @@ class Sessions(Resource):
         if found is None:
             raise invalid("after", "send the id of a task of this session, or leave it out")
         page, has_more = found
-        states = await self._stand(session, page)
+        states = await self._find_states(session, page)
         shown = [
             _show_task(session, task, state) for (task, _), state in zip(page, states, strict=True)
         ]
@@ -455,7 +455,7 @@ class Sessions(Resource):
         session, task, state = await self._find_task(caller)
         if query.wait and state not in ENDED:
             await self._wait(task, query.wait, caller.context.tenant)
-            [state] = await self._stand(session, [(task, "open")])
+            [state] = await self._find_states(session, [(task, "open")])
         shown = _show_task(session, task, state)
         if state in ENDED:
             await self._complete(shown, task)
@@ -469,7 +469,7 @@ class Sessions(Resource):
         session, task, state = await self._find_task(caller)
         if state not in ENDED:
             await self._cancel(session.id, [task])
-            [state] = await self._stand(session, [(task, "open")])
+            [state] = await self._find_states(session, [(task, "open")])
         return _show_task(session, task, state)
 
     @operation("GET", _TASK + "/events")
@@ -512,27 +512,27 @@ class Sessions(Resource):
         found = await self._store.task(session.id, caller.path["task_id"])
         if found is None:
             raise NotFound("The session has no such task.", param="task", code="task_not_found")
-        [state] = await self._stand(session, [found])
+        [state] = await self._find_states(session, [found])
         return session, found[0], state
 
-    async def _stand(
+    async def _find_states(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
     ) -> list[TaskState]:
         """States of recorded tasks. Tasks that have ended are marked as such in the store."""
         tasks = [task for task, state in noted if state not in ENDED]
-        found = dict(zip((task.id for task in tasks), await self._look(tasks), strict=True))
+        found = dict(zip((task.id for task in tasks), await self._read_states(tasks), strict=True))
         ended = {task_id: state for task_id, state in found.items() if state in ENDED}
         await self._store.settle(session.id, ended)
         return [state if state in ENDED else found[task.id] for task, state in noted]
 
-    async def _look(self, tasks: Sequence[TaskRecord]) -> list[TaskState]:
-        stands: dict[str, TaskState] = {}
+    async def _read_states(self, tasks: Sequence[TaskRecord]) -> list[TaskState]:
+        states: dict[str, TaskState] = {}
         for model, group in _by_model(tasks).items():
             ids = [task.request_id for task in group]
             found = await self._lifecycle.dispatcher.queue.states(model, ids)
             for task, state in zip(group, found, strict=True):
-                stands[task.request_id] = _state_of(task, state)
-        return [stands[task.request_id] for task in tasks]
+                states[task.request_id] = _state_of(task, state)
+        return [states[task.request_id] for task in tasks]
 
     async def _complete(self, shown: TaskObject, task: TaskRecord) -> None:
         """Add the result or the error from the log of the call, while it is retained."""
@@ -577,7 +577,7 @@ class Sessions(Resource):
     async def _cancel(self, session_id: str, tasks: Sequence[TaskRecord]) -> None:
         for model, group in _by_model(tasks).items():
             await self._lifecycle.dispatcher.queue.cancel(model, [t.request_id for t in group])
-        states = await self._look(tasks)  # some may have ended meanwhile
+        states = await self._read_states(tasks)  # some may have ended meanwhile
         ended = {
             task.id: state if state in ENDED else "cancelled"
             for task, state in zip(tasks, states, strict=True)

@@ -70,8 +70,8 @@ class Dispatcher:
 
     def start(self) -> None:
         self.spawn(self._supervise(self._read_mailbox))
-        self.spawn(self._supervise(self._keep_deadlines))
-        self.spawn(self._supervise(self._look_after))
+        self.spawn(self._supervise(self._enforce_deadlines))
+        self.spawn(self._supervise(self._check_silent))
         self.spawn(self._supervise(self._keep_cancelling))
 
     async def stop(self) -> None:
@@ -311,7 +311,7 @@ class Dispatcher:
 
     # Deadlines
 
-    async def _keep_deadlines(self) -> None:
+    async def _enforce_deadlines(self) -> None:
         """Enforce deadlines. Must not wait for Redis."""
         while True:
             await asyncio.sleep(_DEADLINE_PAUSE_S)
@@ -322,7 +322,7 @@ class Dispatcher:
 
     # Requests without recent events
 
-    async def _look_after(self) -> None:
+    async def _check_silent(self) -> None:
         """Look up silent requests, shard by shard."""
         while True:
             await asyncio.sleep(_LOOK_PAUSE_S)

@@ -306,7 +306,7 @@ class Lifecycle:
             )
             code = "previous_response_not_found"
             raise NotFound(message, param="previous_response_id", code=code)
-        return surface.go_on(request, record)
+        return surface.with_previous(request, record)
 
     async def _keep(self, reply: Reply, context: RequestContext) -> None:
         """Store a complete answer before it is sent. Raises: RecordsUnavailable."""

@@ -288,7 +288,7 @@ class ModelDirectory:
             return self._deployed, []  # Redis has lost them; nodes restore them from the store
         routes = {name: route for name, app in apps.items() if (route := _to_route(app))}
         for name in unreadable & self._deployed.keys():
-            if kept := _what_is_left(self._deployed[name], known):
+            if kept := _without_removed(self._deployed[name], known):
                 routes[name] = kept
         revisions = [revision for app in apps.values() for revision in app.revisions]
         return routes, [each.card for each in revisions if each.card is not None]
@@ -319,7 +319,7 @@ class ModelDirectory:
             looked_at = self._refreshed_at
             await asyncio.sleep(looked_at + _MISS_PAUSE_S - time.monotonic())
             if self._refreshed_at == looked_at:
-                await self._look_again()
+                await self._refresh_once()
             card = self._known(name, side)
         if card is None:
             error = self.missing(name, task, tenant)
@@ -370,7 +370,7 @@ class ModelDirectory:
         message = f"The {what} does not exist; {served}."
         return NotFound(message, param="model", code="model_not_found")
 
-    async def _look_again(self) -> None:
+    async def _refresh_once(self) -> None:
         """Refresh once for all concurrent callers. Raises: QueueUnavailable, RedisError, OSError."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self.refresh(), context=Context())
@@ -440,7 +440,7 @@ def _weighted(
             yield record.name, Route(found[0][0], others)
 
 
-def _what_is_left(route: Route, known: Collection[str]) -> Route | None:
+def _without_removed(route: Route, known: Collection[str]) -> Route | None:
     """A route without the versions that nodes have removed."""
     if route.card.parent not in known:
         return None

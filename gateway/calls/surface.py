@@ -161,7 +161,7 @@ class Surface(Endpoint):
         """The answer to a request that needs no worker, else None."""
         return None
 
-    def go_on(self, request: Any, kept: Record) -> Any:
+    def with_previous(self, request: Any, kept: Record) -> Any:
         """The request with the stored answer that it continues, for `plan`."""
         return request
 

@@ -25,7 +25,7 @@ from shared.telemetry.metrics import CLIENT_GONE, GatewayMetrics
 from shared.telemetry.tracing import parse_trace_parent
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
-_ADDRESS = "an IP address"  #: in the place of a name
+_ADDRESS = "an IP address"  #: stands for all IP addresses
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 #: Content types that a page may post without a preflight; all others need one, which `cors_origins` answers.
 #: Source: Fetch, "CORS-safelisted request-header".
@@ -34,7 +34,7 @@ _SIMPLE_TYPES = (
 )  # fmt: skip
 _REFUSED = frozenset({401, 403, 404, 405, 429})
 _MAX_REFUSALS_LOGGED = 10  #: lines per second
-#: Operations of OpenAI's API whose path would match one with an id here.
+#: Unsupported paths of OpenAI's API that match a route with an id.
 _NOT_SERVED = frozenset({"/v1/responses/compact"})
 
 logger = logging.getLogger(__name__)
@@ -89,19 +89,19 @@ class Router:
         if scope["type"] != "http":
             await self.lifespan(scope, receive, send)
             return
-        context = _note(scope)
+        context = _create_context(scope)
         context.refuses_unknown_fields = self.refuses_unknown_fields
         exchange = Exchange(context, receive, send)
         exchange.has_message = scope.get("extensions", {}).get(HAS_MESSAGE)
-        endpoint, is_noted = None, True
+        endpoint, is_logged = None, True
         try:
-            # An id with an encoded slash matches no other way.
+            # The decoded path does not match an id with an encoded slash.
             raw_path = (scope.get("raw_path") or b"").decode("latin-1")
             route = self._find(scope["path"], context) or self._find(raw_path, context)
             endpoint = route and route.first
             await self._check_access(endpoint, scope, context)
             endpoint, serve = _choose(route, scope["path"], context.method, self._known)
-            is_noted = not endpoint.is_recorded
+            is_logged = not endpoint.is_recorded
             await serve(exchange)
         except Exception as raised:
             error = to_api_error(raised)
@@ -110,7 +110,7 @@ class Router:
                 if endpoint is not None and endpoint.is_recorded:
                     render = endpoint.error
                 await exchange.fail(error, render)
-        if is_noted and not (endpoint and endpoint.is_probe):
+        if is_logged and not (endpoint and endpoint.is_probe):
             self._log.note(context, context.route or "unknown", exchange.status)
 
     def _find(self, path: str, context: RequestContext) -> Route | None:
@@ -145,17 +145,17 @@ class Router:
             raise
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Refuse unknown names, as a page may point its own name here (DNS rebinding). Raises: Forbidden."""
+        """Refuse unknown names: a page may resolve its own name to this address (DNS rebinding). Raises: Forbidden."""
         for name, value in headers:
             if name == b"host" and _host_name(value) not in self._hosts:
                 raise Forbidden(
                     "This Host is not allowed: call the gateway by its IP address or as localhost; "
-                    "its operator allows other names by VLM_GATEWAY__HOSTS.",
+                    "its operator can allow other names with VLM_GATEWAY__HOSTS.",
                     code="host_not_allowed",
                 )
 
     def _check_origin(self, context: RequestContext) -> None:
-        """Refuse posts from pages of another origin that need no preflight. Raises: Forbidden.
+        """Refuse cross-origin POST requests that browsers send without a preflight. Raises: Forbidden.
 
         Browsers send the origin, and pages cannot omit it. Other clients, such as curl, send none. Source: Fetch,
         "`Origin` header"; Fetch Metadata.
@@ -167,7 +167,7 @@ class Router:
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type not in _SIMPLE_TYPES or origin in self._origins or b"*" in self._origins:
             return
-        if site is not None:  # relative to the gateway as the browser sees it, through any proxy
+        if site is not None:  # as the browser sees it, through any proxy
             is_own = site in (b"same-origin", b"none")
         else:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
@@ -200,7 +200,7 @@ def _choose(
     return found
 
 
-def _note(scope: Scope) -> RequestContext:
+def _create_context(scope: Scope) -> RequestContext:
     """Create the request's context and set its id for log lines."""
     headers = dict(scope["headers"])
     context = RequestContext(

@@ -9,8 +9,8 @@ const NAMES = { image: ["image", "images"], video: ["video", "videos"], audio: [
 export function findProblem(model, earlier, question, system = "") {
   const limits = model?.limits ?? {};
   const { max_text_chars: maxChars } = limits;
-  const told = [...earlier.filter(isAnswered).map(({ question: asked }) => asked), question];
-  const files = told.flatMap(({ images }) => images);
+  const questions = [...earlier.filter(isAnswered).map(({ question: asked }) => asked), question];
+  const files = questions.flatMap(({ images }) => images);
   for (const [kind, [one, many]] of Object.entries(NAMES)) {
     const count = files.filter((file) => kindOf(file) === kind).length;
     const most = limits[`max_${kind}s`];
@@ -23,11 +23,11 @@ export function findProblem(model, earlier, question, system = "") {
   }
   const maxBytes = (file) => limits[`max_${kindOf(file)}_bytes`];
   const large = question.images.find((file) => countBytes(file.url) > maxBytes(file));
-  if (large) return `${large.name} is too large: ${formatMb(countBytes(large.url))}, at most ${formatMb(maxBytes(large))} are taken.`;
+  if (large) return `${large.name} is too large: ${formatMb(countBytes(large.url))}, at most ${formatMb(maxBytes(large))} are allowed.`;
   const answers = earlier.map(({ answer }) => answer);
-  const numChars = [system, ...told.map(textOf), ...answers].reduce((sum, text) => sum + text.length, 0);
+  const numChars = [system, ...questions.map(textOf), ...answers].reduce((sum, text) => sum + text.length, 0);
   if (numChars > maxChars) {
-    return `The conversation has ${format(numChars)} characters; at most ${format(maxChars)} are taken. Shorten the question, or start a new chat.`;
+    return `The conversation has ${format(numChars)} characters; at most ${format(maxChars)} are allowed. Shorten the question, or start a new chat.`;
   }
   return "";
 }
