@@ -21,7 +21,7 @@ from packaging.version import Version
 from engines.base import EngineStartError, LoadedEngine, Progress
 from engines.settings import BadEngineSettings, EngineSettings, Spell, as_variable
 
-#: Tested versions of vLLM: from, and before.
+#: Tested versions of vLLM: the first one, and the first one that is too new.
 VLLM_VERSIONS = ("0.32", "0.34")
 #: Architectures of GGUF files that the torch engine reads.
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -52,7 +52,7 @@ def find_server(model: str) -> str | None:
         return None
     first, last = map(Version, VLLM_VERSIONS)
     if not first <= version < last:
-        logger.info("engine torch: vLLM %s is not from %s and below %s", version, first, last)
+        logger.info("engine torch: vLLM %s is untested (from %s to below %s)", version, first, last)
         return None
     logger.info("engine vllm: vLLM %s is installed and there is a GPU", version)
     return "vllm"
@@ -96,7 +96,7 @@ class EngineKind:
     install: str = ""  #: what to install if a package of `create` is missing
     #: Refuses an unknown model before anything is loaded. Raises: EngineStartError.
     check_model: Callable[[str], None] | str | None = None
-    #: Imports the modules of `create`, where that takes seconds.
+    #: Imports the modules of `create`, if that takes seconds.
     preload: Callable[[], None] | str | None = None
     #: Sets up the worker process before it starts threads.
     prepare_process: Callable[[], None] | str | None = None
@@ -215,8 +215,8 @@ def check_package(values: Mapping[str, object], paths: Collection[str]) -> None:
     kind = find_kind(name)
     if kind is not None and kind.runs_code:
         raise EngineStartError(
-            f"config.engine: kind={name} is for no model; deploy a Python application or an executable "
-            "as one"
+            f"config.engine: kind={name} does not run models; to deploy a Python application or an "
+            "executable, leave out kind"
         )
     if "config.json" not in paths and (kind is None or kind.needs_checkpoint):
         raise EngineStartError("config.json is missing: it names the model's architecture")

@@ -24,7 +24,7 @@ from engines.child_process import LogForwarder
 from shared.protocol import is_deeper
 
 _PIECE_BYTES = 64 * 1024
-_LOOK_S = 0.5  # between checks of the resource usage
+_CHECK_S = 0.5  # between checks of the resource usage
 _STOP_S = 2.0
 #: Shorter secrets are not masked, because they could be common words.
 _LEAST_CONCEALED = 6
@@ -114,7 +114,7 @@ class Child:
         self._unsent += message + b"\n"
 
     def receive(self, timeout_s: float) -> list[Reply]:
-        self._look()
+        self._check_usage()
         writing = [self._in] if self._unsent else []
         readable, writable, _ = select.select([self._out], writing, [], timeout_s)
         if writable:
@@ -147,9 +147,9 @@ class Child:
             reply.message = self._conceal(reply.message)
         return reply
 
-    def _look(self) -> None:
+    def _check_usage(self) -> None:
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
+        if now - self._looked_at < _CHECK_S:
             return
         self._looked_at = now
         num_threads = num_bytes = 0

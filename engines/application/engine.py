@@ -130,7 +130,7 @@ class ApplicationEngine(Engine[TaskInput]):
                 self._begin(child)
             return self._receive(child)
         except ChildFailed as error:
-            return self._put_back(error)
+            return self._handle_exit(error)
 
     # The process
 
@@ -146,7 +146,7 @@ class ApplicationEngine(Engine[TaskInput]):
         )
         return child
 
-    def _put_back(self, error: ChildFailed) -> list[EngineOutput]:
+    def _handle_exit(self, error: ChildFailed) -> list[EngineOutput]:
         """Handle the end of the process: fail or retry its task."""
         was, task = self._state, self._current
         logger.warning("the application's process is gone while %s: %s", was, error)
@@ -222,12 +222,12 @@ class ApplicationEngine(Engine[TaskInput]):
             case "starting", "error", _:
                 raise ChildFailed(reply.message)
             case "leaving", "left" | "error", _:
-                self._rest()
+                self._become_idle()
             case "entering", "entered", TaskInput() as task:
                 self._sessions[task.task.session] = None
-                self._rest()
+                self._become_idle()
             case "entering", "error", TaskInput() as task:
-                self._rest()
+                self._become_idle()
                 return [] if task.is_cancelled else self._enter_failed(task, reply.message)
             case "running", "item", TaskInput() as task:
                 return self._on_item(task, reply)
@@ -237,7 +237,7 @@ class ApplicationEngine(Engine[TaskInput]):
                 raise ChildFailed(f"it said {reply.type!r} while it was {self._state}")
         return []
 
-    def _rest(self) -> None:
+    def _become_idle(self) -> None:
         """The process is idle; a task that was cancelled meanwhile is done."""
         self._state, self._cancel_until = "idle", 0.0
         if self._current is not None and self._current.is_cancelled:
@@ -265,7 +265,7 @@ class ApplicationEngine(Engine[TaskInput]):
         return [self._output(task, [line])]
 
     def _end(self, task: TaskInput, reply: Reply) -> list[EngineOutput]:
-        self._rest()
+        self._become_idle()
         if task.is_cancelled:
             return []
         if reply.type == "error":

@@ -74,7 +74,7 @@ class Constraint:
         """Bit mask of the tokens that are allowed next, lowest token id first. Raises: ConstraintFailure."""
         num_output_tokens = len(token_ids) - num_prompt_tokens
         if self._mask is None or num_output_tokens != self._num_consumed:
-            self._go_back(num_output_tokens)
+            self._roll_back(num_output_tokens)
             new = list(token_ids[num_prompt_tokens + self._num_consumed :])
             started_s = time.thread_time()
             self._mask = self._advance(new)
@@ -103,7 +103,7 @@ class Constraint:
             raise ConstraintFailure(BROKEN)
         return mask
 
-    def _go_back(self, num_output_tokens: int) -> None:
+    def _roll_back(self, num_output_tokens: int) -> None:
         """Undo tokens of a step that was discarded. Raises: ConstraintFailure."""
         excess = self._num_consumed - num_output_tokens
         if excess > 0:

@@ -76,7 +76,7 @@ class Item:
     separator: str = ""
     kind: str = "image"
     slot_id: int | None = None  #: token of its slots; None: the model's
-    #: Texts before and after the placeholder that `text` replaces too, if the template writes both.
+    #: Texts before and after the placeholder; if the template writes both, `text` replaces them too.
     around: tuple[str, str] = ("", "")
     num_frames: int = 0  #: of a video
 
@@ -131,7 +131,7 @@ class ControlSpelling:
         return [(match.start(), self._tokens[match[0]]) for match in self._pattern.finditer(text)]
 
     def cut(self, rendered: str) -> list[tuple[str, ControlToken | None, int, int]]:
-        """Split into (text, control token after it, its position, its repetitions); the last token is None."""
+        """Split into (text, next control token, its position, its repetitions); the last token is None."""
         pieces: list[tuple[str, ControlToken | None, int, int]] = []
         start = 0
         for match in self._run_pattern.finditer(rendered):
@@ -199,12 +199,12 @@ class MultimodalProcessor:
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""
-    #: For conversations with a video, if the checkpoint's template writes none; empty: there is none.
+    #: Template for conversations with a video, if the checkpoint's has no video placeholder; empty: none.
     video_template: str = ""
     max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
     #: The instruction that the model was trained to transcribe with; empty: any.
     transcription_prompt: str = ""
-    #: The tokenizer's special tokens around a text, which a processor may have changed.
+    #: The processor's tokenizer, which may add other special tokens around a text than tokenizer.json.
     around: Any = None
 
     def __init__(self, template: str) -> None:
@@ -216,7 +216,7 @@ class MultimodalProcessor:
         return 0
 
     def limit(self, max_pixels: int) -> None:
-        """Scale larger images down to this number of pixels, if the model takes images of any size."""
+        """Scale larger images down to this number of pixels, if the model supports images of any size."""
 
     def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:
         """Pixels of one image, in the model's format; `pixels` are the request's limits. Raises: InvalidImage."""
@@ -229,10 +229,10 @@ class MultimodalProcessor:
         raise InvalidImage("The model does not support audio.")
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """The prompt text of a request's images, which may depend on each other. Raises: InvalidRequest.
+        """The items of a request's images; an item may depend on the other images. Raises: InvalidRequest.
 
         `images` are (hash, pixels); `slot` is the text of the slot token. Control tokens in an item's text are
-        special.
+        encoded as such.
         """
         return []
 
@@ -447,8 +447,8 @@ class ChatProcessor:
         offset, stop = run
         if item.num_tokens is not None and stop - offset != item.num_tokens:
             raise InvalidRequest(
-                f"An image has {stop - offset} tokens in the prompt, but {item.num_tokens} by its "
-                "processor."
+                f"An image has {stop - offset} tokens in the prompt, but its processor "
+                f"expects {item.num_tokens}."
             )
         run_ids = token_ids[offset:stop]
         slot_id = self.image_token_id if item.slot_id is None else item.slot_id
@@ -507,8 +507,8 @@ def create_processor(
         )
         if source == PLAIN_TEMPLATE and is_tekken:
             raise UnsupportedCheckpoint(
-                "the checkpoint has a tekken.json and no chat template, which mistral-common would make; save its "
-                "chat_template.jinja there"
+                "the checkpoint has a tekken.json but no chat template; save a chat_template.jinja there "
+                "(mistral-common renders prompts by code, which is not supported)"
             )
         tokenizer = HfTokenizer(directory, multimodal.slot_id, source)
         if multimodal.around is not None:

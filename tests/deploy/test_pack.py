@@ -118,7 +118,7 @@ def test_no_application_is_deployed_as_a_model_which_would_choose_its_own_isolat
     tmp_path, others, kind, files
 ):
     engine = {"kind": kind, "command": '["config.json"]', "isolation": "none"}
-    with pytest.raises(BadPackage, match=f"kind={kind} is for no model"):
+    with pytest.raises(BadPackage, match=f"kind={kind} does not run models"):
         pack(str(write(tmp_path / "m", files)), engine=engine)
 
 
@@ -140,7 +140,7 @@ def test_links_out_and_special_files_are_refused_by_name(tmp_path):
     (folder / "inside.json").symlink_to("config.json")
     digest_of(folder)
     (folder / "leak.json").symlink_to("../secret")
-    with pytest.raises(BadPackage, match=r"leak\.json: a link out"):
+    with pytest.raises(BadPackage, match=r"leak\.json: a link to a file"):
         pack(str(folder))
     (folder / "leak.json").unlink()
     os.mkfifo(folder / "pipe")

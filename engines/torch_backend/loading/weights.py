@@ -159,38 +159,39 @@ def load_model(
     published, stored = find_published(directory, stored, device, rename)
     form = choose_form(scheme, published)
     model = build_empty(family, config, form, dtype)
-    # matrices of these types are read by operators as they are stored
+    # operators read matrices of these types as they are stored
     kept = frozenset(FLOAT_KINDS if ops is not None and ops.uses("linear_float", "cpu") else ())
-    reader = narrow = WeightReader(model, rename, form, device, dtype, kept)
-    wide = WeightReader(model, rename, form, device, dtype)
+    reader = WeightReader(model, rename, form, device, dtype, kept)
+    converting_reader = WeightReader(model, rename, form, device, dtype)  # converts those too
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
         if model.converts_weights:
             published.stand_ins = {}
 
-    def check_size(reader: WeightReader, kept_names: Collection[str] = ()) -> None:
-        """Raises: ModelTooLarge, before anything is read."""
+    def check_size(by: WeightReader, kept_names: Collection[str] = ()) -> None:
+        """Check memory for tensors as `by` reads them, or as `reader` does if in `kept_names`. Raises: ModelTooLarge."""
         needed = sum(
-            (narrow if tensor.name in kept_names else reader).num_bytes(tensor) for tensor in stored
+            (reader if tensor.name in kept_names else by).num_bytes(tensor) for tensor in stored
         )
-        needed += published.count_bytes(reader.num_linear_bytes) if published else 0
+        needed += published.count_bytes(by.num_linear_bytes) if published else 0
         kind = f"{str(dtype).removeprefix('torch.')}{f' and {scheme.name}' if scheme else ''}"
         require_memory(needed, device, f"in {kind}")
 
-    def make(model: FamilyModel) -> FamilyModel:
+    def load_into(model: FamilyModel) -> FamilyModel:
         plain = WeightReader(model, rename, None, torch.device("cpu"), None)
         chosen = plain if model.converts_weights else reader
-        read = _read_all(chosen, stored, published, progress or (lambda share: None))
-        return model.take(read, family, device, dtype, kept, partial(check_size, wide))
+        read = _read_all(chosen, stored, published, progress or (lambda ratio: None))
+        check_room = partial(check_size, converting_reader)
+        return model.take(read, family, device, dtype, kept, check_room)
 
     check_size(reader)
-    model = make(model)
+    model = load_into(model)
     while published is not None and not published.replace_stand_ins(
         model, reader.dtype_of_scales(published)
     ):
         check_size(reader)
-        model = make(build_empty(family, config, form, dtype))
+        model = load_into(build_empty(family, config, form, dtype))
     if published is not None:
         published.finish()
     if form is not None:

@@ -65,7 +65,7 @@ def build_config(section: Fields, default_kind: str = "") -> Any:
     kind = section.get("model_type", default_kind)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise section.refuse("model_type", f"{shown(kind)} is unknown to transformers")
-    believed = _believed(section)
+    believed = _safe_fields(section)
     try:
         return CONFIG_MAPPING[kind](**believed)
     except Exception as error:  # of any type, for inconsistent values
@@ -73,7 +73,7 @@ def build_config(section: Fields, default_kind: str = "") -> Any:
         raise UnsupportedCheckpoint(f"{section.file}: {reason}") from None
 
 
-def _believed(section: Fields) -> dict[str, Any]:
+def _safe_fields(section: Fields) -> dict[str, Any]:
     """The safe fields of a section and its subsections. Raises: UnsupportedCheckpoint."""
     for name, most in MAX_WHOLE.items():
         given = section.get(name)
@@ -91,7 +91,7 @@ def _believed(section: Fields) -> dict[str, Any]:
         if name == "model_args" and not _are_sizes(value):
             raise section.refuse(name, f"is {shown(value)}, but only numbers by name are read")
         is_section = isinstance(value, Mapping) and value.keys() != {_FLOAT}
-        values[name] = _believed(section.section(name)) if is_section else _number(value)
+        values[name] = _safe_fields(section.section(name)) if is_section else _number(value)
     return values
 
 

@@ -238,7 +238,7 @@ def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) ->
             [ChatMessage("assistant", ())],
             "refuses this conversation: Roles must alternate",
         ),
-        (LLAVA_TEMPLATE, [user(0)], "has 2 tokens in the prompt, but 3"),
+        (LLAVA_TEMPLATE, [user(0)], "has 2 tokens in the prompt, but its processor expects 3"),
     ],
 )
 def test_conversations_that_do_not_fit_the_template_are_refused(

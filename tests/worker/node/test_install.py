@@ -145,7 +145,7 @@ CODE = {"kind": "application", "command": '["bin/run"]', "isolation": "none"}
     [
         ({"../../evil": b"x"}, {}, "send a relative path"),
         ({"notes.json": b"\x80\x04N."}, {}, r"notes\.json: pickle files"),
-        (FILES, CODE, "kind=application is for no model"),
+        (FILES, CODE, "kind=application does not run models"),
         ({"notes.json": b"{}"}, {"kind": "torch"}, r"config\.json is missing"),
     ],
 )

@@ -514,7 +514,7 @@ def _loading_dtype(
     return first if is_narrow and not others else dtype
 
 
-class _Caught(Exception):
+class _EmbeddingsFound(Exception):
     """Carries embeddings out of a forward pass."""
 
 
@@ -528,13 +528,13 @@ def embeddings_of(
         if greenlet.getcurrent() is not own:
             return  # called by another request's step, between two parts of an encoder
         if kwargs.get("inputs_embeds") is not None:
-            raise _Caught(kwargs["inputs_embeds"][0])
+            raise _EmbeddingsFound(kwargs["inputs_embeds"][0])
 
     modules = model.modules() if decoder is None else (decoder,)
     hooks = [m.register_forward_pre_hook(catch, with_kwargs=True) for m in modules]
     try:
         model(**inputs, use_cache=False)
-    except _Caught as caught:
+    except _EmbeddingsFound as caught:
         return caught.args[0]
     finally:
         for hook in hooks:

@@ -38,7 +38,7 @@ class Rotary:
         """Numbers of rotated and other channels, and the row of positions of each channel."""
         # by token, one row differs from 0
         probes = torch.eye(self._num_rows, dtype=torch.long).T
-        cos, sin = self._turn(probes, layer_type)
+        cos, sin = self._angles(probes, layer_type)
         width = cos.shape[-1]
         num_still = head_dim - width
         if num_still < 0 or num_still % 2:
@@ -61,7 +61,7 @@ class Rotary:
         self, layer_type: str | None, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> RotaryTable:
         chunks = [
-            self._turn(places.expand(self._num_rows, -1), layer_type)
+            self._angles(places.expand(self._num_rows, -1), layer_type)
             for places in torch.arange(max_positions).split(_TABLE_ROWS)
         ]
         cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
@@ -77,7 +77,7 @@ class Rotary:
             self._num_rows,
         )
 
-    def _turn(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
+    def _angles(self, positions: Tensor, layer_type: str | None) -> tuple[Tensor, Tensor]:
         """Shapes: (R, N); returns two float32 (N, D)."""
         device = next((b.device for b in self.module.buffers()), positions.device)
         more = () if layer_type is None else (layer_type,)

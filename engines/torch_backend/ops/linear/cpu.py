@@ -1,4 +1,4 @@
-"""Linear layers in C++ kernels, fused with the operations around them, with packed weights.
+"""Linear layers by the C++ kernels: packed weights, fused with the operations before and after the layer.
 
 Shape letters: M tokens, K inputs, N outputs.
 """
@@ -44,7 +44,7 @@ from engines.torch_backend.ops.registry import Ops, Site
 
 
 class PackedMethod(LinearMethod):
-    """Integers in the order of the C++ kernels: `blocks`, and for int8 a `scale`."""
+    """Integer weights in the layout of the C++ kernels: `blocks`, and for int8 a `scale`."""
 
     def __init__(self, op: str, kind: Kind) -> None:
         self.op, self.kind = op, kind
@@ -139,7 +139,7 @@ def build(site: Site) -> Bind:
 
 
 def _limits(site: Site, weights: Kind, dtype: torch.dtype) -> tuple[int, int]:
-    """Bits of activations, and the number of tokens up to which the kernel is the fastest."""
+    """Bits of activations, and the number of tokens up to which the kernel is faster than torch."""
     if weights not in FLOAT_KINDS.values():
         is_rounded = dtype is torch.bfloat16 and site.bits == 8
         return site.bits, site.level.max_integer_tokens if is_rounded else UNLIMITED

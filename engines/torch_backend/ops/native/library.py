@@ -1,6 +1,6 @@
 """The compiled kernels as Python functions over tensors. ctypes releases the GIL during a call.
 
-The callers decide when a kernel is used, and check its results.
+The callers choose the kernels and test them.
 
 Shape letters: M tokens, K inputs, N outputs, S sequences with one new token, H query heads, D head width.
 """
@@ -40,7 +40,7 @@ FLOAT_KINDS = {
 
 
 class Before(IntEnum):
-    """The operation on a product's input; `Before` of abi.h."""
+    """The operation that is fused before a matrix product; `Before` of abi.h."""
 
     NOTHING = 0
     RMS_NORM = 1
@@ -86,7 +86,7 @@ class Weights(NamedTuple):
 
 
 class NativeKernel:
-    """The product of x with linear layers of one kind and width, concatenated."""
+    """Multiplies x by linear layers of one kind and width; the outputs are concatenated."""
 
     adds = True
 
@@ -103,7 +103,7 @@ class NativeKernel:
         self.num_inputs = weights[0].num_inputs * (2 if before is Before.SILU_GATE else 1)
         self.num_outputs = sum(part.num_outputs for part in weights)
         self.fuses_prologue = True
-        self.max_tokens = 1 << 30  #: above, torch is faster
+        self.max_tokens = 1 << 30  #: torch is faster for more tokens
         self._library = library
         self._kept = (weights, gain)  # the kernel reads their memory
         structs = (to_struct(part) for part in weights)
