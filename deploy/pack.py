@@ -1,7 +1,7 @@
-"""Packs a path: kind, files and digests.
+"""Builds a package: detects the kind of application, and hashes its files.
 
-A path is a model directory, a hub id, a directory of Python or with an executable, one executable, or a `.tar.gz`
-of one of these. The same files give the same package.
+The source is a model directory, a hub id, the directory of a Python application or an executable, one executable, or
+a `.tar.gz` of one of these. Equal files result in an equal package.
 """
 
 import ast
@@ -35,7 +35,7 @@ from shared.packages.manifest import (
 from shared.packages.store import Report, ignore
 from shared.settings import SettingsError
 
-#: Folders and files of tools, which are not packed.
+#: Folders and files of development tools, which are not packed.
 _SKIPPED = frozenset(
     {".git", ".hg", ".svn", ".venv", ".cache", "__pycache__", ".DS_Store"}
     | {".mypy_cache", ".pytest_cache", ".ruff_cache"}
@@ -49,11 +49,11 @@ _PIECE_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A package, and the files of its layers, until the caller closes `unpacked`."""
+    """A package and the files of its layers, which exist until the caller closes `unpacked`."""
 
     manifest: Manifest
     files: Mapping[str, Path]  #: by digest
-    unpacked: ExitStack = field(default_factory=ExitStack)  #: the folder of an archive's files
+    unpacked: ExitStack = field(default_factory=ExitStack)  #: of an archive's folder
 
 
 def pack(
@@ -64,7 +64,7 @@ def pack(
     command: Sequence[str] = (),
     report: Report = ignore,
 ) -> Packed:
-    """Read a package. Raises: BadPackage."""
+    """Build the package of a path or hub id. Raises: BadPackage."""
     path = Path(application).expanduser()
     with ExitStack() as stack:
         if path.is_file() and application.endswith(_ARCHIVES):
@@ -117,7 +117,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
             continue
         if found.is_symlink():
             if not path.resolve().is_relative_to(root):
-                raise BadPackage(f"{name}: a link out of the package; copy what it points to")
+                raise BadPackage(f"{name}: a link to a file outside the package; copy the file")
             if path.is_dir():
                 raise BadPackage(f"{name}: a link to a directory; copy the directory")
         if found.is_dir():
@@ -133,7 +133,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a `.tar.gz` of files and folders, without a single top folder. Raises: BadPackage."""
+    """Unpack a `.tar.gz`. If one top folder contains everything, it is removed. Raises: BadPackage."""
     written, seen = 0, set[str]()
     try:
         with archive.open("rb") as raw, tarfile.open(fileobj=gzip.GzipFile(fileobj=raw)) as members:
@@ -168,10 +168,10 @@ def unpack(archive: Path, folder: Path) -> None:
         raise BadPackage(
             f"{archive.name}: a file and a folder have the same name: {error}"
         ) from None
-    _leave_out_folder(folder)
+    _remove_top_folder(folder)
 
 
-def _leave_out_folder(folder: Path) -> None:
+def _remove_top_folder(folder: Path) -> None:
     inside = list(folder.iterdir())
     if len(inside) == 1 and inside[0].is_dir():
         outer = inside[0].rename(folder / ".outer")
@@ -183,7 +183,7 @@ def _leave_out_folder(folder: Path) -> None:
 def find_config(
     files: Mapping[str, Path], engine: dict[str, str], entry: str, command: tuple[str, ...]
 ) -> PackageConfig:
-    """The configuration of a package of these files. Raises: BadPackage."""
+    """Detect how these files run: as a model, Python application or executable. Raises: BadPackage."""
     tool = _read_tool(files)
     network = tool.get("network") is True
     if command:
@@ -270,8 +270,8 @@ def _hash(
         if path.stat().st_mtime_ns != before.st_mtime_ns or path.stat().st_size != before.st_size:
             raise BadPackage(f"{name}: changed while it was read; try again")
         report(before.st_size)
-        runs = config.kind != "model" and bool(before.st_mode & 0o111)
-        return Layer(name, digest, before.st_size, runs)
+        is_executable = config.kind != "model" and bool(before.st_mode & 0o111)
+        return Layer(name, digest, before.st_size, is_executable)
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         try:

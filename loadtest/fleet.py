@@ -1,7 +1,7 @@
-"""A temporary fleet on this machine, started by its command line.
+"""Runs a temporary fleet on this machine with `vlm serve`.
 
-Used by `loadtest.run` and by benchmarks. It uses `vlm serve`, its readiness probe and its child processes, and imports
-nothing of the fleet.
+Used by `loadtest.run` and by benchmarks. Imports no other package of this project: it starts the command line, and
+polls the readiness probe.
 """
 
 import os
@@ -44,7 +44,7 @@ class Server:
 def run_fleet(
     engine: str = "mock", environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> Iterator[Server]:
-    """`vlm serve` with its own Redis, ready; stopped at the end. Raises: ServerError."""
+    """Run `vlm serve` with its own Redis, from ready to the end of the block. Raises: ServerError."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
         arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
@@ -61,7 +61,7 @@ def run_server(
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Server]:
-    """A Python process of the checkout in `folder`, once `probe` answers 200. Raises: ServerError."""
+    """Run Python in the checkout `folder`; enters the block once `probe` answers 200. Raises: ServerError."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -109,14 +109,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     """Stop a process and its children; kills them after a timeout."""
     if process.poll() is not None:
         return
-    family = psutil.Process(process.pid).children(recursive=True)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(STOP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    for child in family:
+    for child in children:
         if child.is_running():
             child.kill()
 

@@ -80,7 +80,7 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 
 @events.test_start.add_listener
-def find_whom_to_ask(environment: Environment, **_: Any) -> None:
+def create_asker(environment: Environment, **_: Any) -> None:
     """Create the state that users share. An unreachable server is reported as a failed request."""
     options, url = environment.parsed_options, environment.host or ""
     assert options is not None

@@ -190,7 +190,7 @@ class _Wire(asyncio.Protocol):
             self._stop_timer()
             self._timeout_s = timeout_s
         if self._timer is None:  # otherwise the timer of an earlier exchange checks this one too
-            self._timer = self._loop.call_later(timeout_s, self._look)
+            self._timer = self._loop.call_later(timeout_s, self._check_progress)
         whole = b"".join(packed) if len(packed) > 1 else packed[0]
         if len(whole) <= MAX_WRITE_BYTES and not self._is_paused:
             assert self._transport is not None
@@ -222,14 +222,14 @@ class _Wire(asyncio.Protocol):
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check_progress(self) -> None:
         """Fail if there was no progress; otherwise check again when the timeout could have passed."""
         self._timer = None
         if self._num_wanted == 0:
             return
         left_s = self._moved_at + self._timeout_s - self._loop.time()
         if left_s > 1e-3:
-            self._timer = self._loop.call_later(left_s, self._look)
+            self._timer = self._loop.call_later(left_s, self._check_progress)
         else:
             self.fail(TimeoutError("Redis did not answer in time"))
 

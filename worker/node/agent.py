@@ -222,7 +222,7 @@ class NodeAgent:
         now = await self._deployments.now()
         apps = await self._deployments.apps()
         await self._send_logs()
-        self._obey(apps)
+        self._sync_instances(apps)
         await self._standby.keep(self._engine_at_rest(apps))
         await self._sync(apps, now)
         if not apps:
@@ -250,7 +250,7 @@ class NodeAgent:
         names = sorted(nodes)
         return bool(names) and names[(int(now) + crc32(name.encode())) % len(names)] == self.id
 
-    def _obey(self, apps: Mapping[str, App]) -> None:
+    def _sync_instances(self, apps: Mapping[str, App]) -> None:
         """Drain instances whose slots were removed; drop ended instances that were reported."""
         for key, instance in list(self._instances.items()):
             if key[0] in self._deployments.unreadable:  # keep it until the record can be read
@@ -322,7 +322,7 @@ class NodeAgent:
             after = rollout.conclude(after, number, outcome, now)
             logger.info("%s: %s", app.name, after.events[-1].text)
         if rollout.is_failing(after, now):
-            after = await self._go_back(after, now)
+            after = await self._roll_back(after, now)
         gone = [r.digest for r in app.retiring if after.revision(r.digest) is None]
         lost = rollout.find_lost(after, nodes, now) if trusts else ()
         others = [each for each in self._workers if not is_of_node(app.name, each.worker_id)]
@@ -341,7 +341,7 @@ class NodeAgent:
             return None
         return app if after == app else await self._deployments.put(app, after)
 
-    async def _go_back(self, app: App, now: float) -> App:
+    async def _roll_back(self, app: App, now: float) -> App:
         """Roll back to the previous version, unless there is none or the deployment has changed meanwhile."""
         try:
             history = await asyncio.to_thread(read_history, self._store, app.name)

@@ -439,5 +439,5 @@ def _check_reachable(settings: Settings) -> None:
     url = settings.redis.url
     if not url or "unix:" in url:
         raise SettingsError(
-            "--ray: name a Redis that the cluster's nodes reach, by VLM_REDIS_URL=redis://HOST:PORT/0"
+            "--ray: set VLM_REDIS_URL=redis://HOST:PORT/0 to a Redis that the cluster's nodes reach"
         )
