@@ -105,10 +105,10 @@ assert NAME not in ALL_MASK_ATTENTION_FUNCTIONS
 class Probe:
     """Records the spec of each layer in the order of their calls. Raises: UnsupportedCheckpoint for unknown arguments."""
 
-    def __init__(self, tells_masks: bool) -> None:
-        """`tells_masks`: the model has a hook that defines who attends to whom."""
+    def __init__(self, defines_masks: bool) -> None:
+        """`defines_masks`: the model has a hook that defines who attends to whom."""
         self.layers: dict[nn.Module, LayerSpec] = {}
-        self._tells_masks = tells_masks
+        self._defines_masks = defines_masks
         self._keys: list[Tensor] = []  # kept alive, so that addresses are not reused
 
     def __call__(
@@ -149,9 +149,9 @@ class Probe:
         if odd:
             raise UnsupportedCheckpoint(f"{name} passes {', '.join(odd)} to its attention")
         if mask is not None:
-            raise UnsupportedCheckpoint(f"{name} brings a mask of its own to its attention")
-        if not getattr(module, "is_causal", True) and not self._tells_masks:
-            raise UnsupportedCheckpoint(f"{name} lets tokens see those after them")
+            raise UnsupportedCheckpoint(f"{name} passes its own mask to its attention")
+        if not getattr(module, "is_causal", True) and not self._defines_masks:
+            raise UnsupportedCheckpoint(f"{name} lets tokens attend to later tokens")
         if layer_type(module) not in _LAYER_TYPES:
             raise UnsupportedCheckpoint(f"{name} is of the type {layer_type(module)!r}")
         if module in self.layers:

@@ -9,35 +9,35 @@ namespace {
 constexpr int64_t MIN_PARALLEL_LAYER = 1 << 16;  // products of a layer that take as long as ten barriers
 
 // One of a layer's products, followed by a barrier.
-void multiply_rows(const Step& product, const Layers& step, const float* x, float* y, bool adds, Workspace& room) {
+void multiply_rows(const Step& product, const Layers& step, const float* x, float* y, bool adds, Workspace& workspace) {
     Step filled = product;
     filled.num_tokens = step.attention->num_tokens;
     filled.x = x;
     filled.y = y;
     filled.adds = adds;
-    multiply_in_team(filled, room);
+    multiply_in_team(filled, workspace);
 #pragma omp barrier
 }
 
-void pass_in_team(const Layer& layer, const Layers& step, Workspace& room) {
-    multiply_rows(*layer.qkv, step, step.x, step.qkv, false, room);
+void pass_in_team(const Layer& layer, const Layers& step, Workspace& workspace) {
+    multiply_rows(*layer.qkv, step, step.x, step.qkv, false, workspace);
     attend_in_team(*step.attention, layer.heads, layer.keys, layer.values, step.qkv, step.mixed);
-    multiply_rows(*layer.out, step, step.mixed, step.x, true, room);
-    multiply_rows(*layer.gate_up, step, step.x, step.gated, false, room);
-    multiply_rows(*layer.down, step, step.gated, step.x, true, room);
+    multiply_rows(*layer.out, step, step.mixed, step.x, true, workspace);
+    multiply_rows(*layer.gate_up, step, step.x, step.gated, false, workspace);
+    multiply_rows(*layer.down, step, step.gated, step.x, true, workspace);
 }
 
 }  // namespace
 
 extern "C" void vlm_layers(const Layers* step) {
-    Workspace& room = own_room();
+    Workspace& workspace = thread_workspace();
     int64_t num_products = count_products(*step->attention);
     for (int64_t i = 0; i < step->count; i++)
         for (const Step* product : {step->layers[i].qkv, step->layers[i].out, step->layers[i].gate_up, step->layers[i].down}) {
-            room.fit(*product, step->attention->num_tokens);
+            workspace.fit(*product, step->attention->num_tokens);
             num_products += step->attention->num_tokens * count_weights(*product);
         }
     const bool is_small = num_products < step->count * MIN_PARALLEL_LAYER;
 #pragma omp parallel num_threads(is_small ? 1 : (int)step->num_threads)
-    for (int64_t i = 0; i < step->count; i++) pass_in_team(step->layers[i], *step, room);
+    for (int64_t i = 0; i < step->count; i++) pass_in_team(step->layers[i], *step, workspace);
 }

@@ -55,15 +55,15 @@ class LayerChain:
     def __call__(self, x: Tensor, attend: Attend, num_layers: int) -> None:
         """Shapes: x float32 (N, C), changed in place."""
         assert isinstance(attend, PagedAttention)
-        rooms = [torch.empty(len(x), width) for width in self._widths]
+        buffers = [torch.empty(len(x), width) for width in self._widths]
         for layer, struct in enumerate(self._structs):
-            struct.keys, struct.values = attend.places(layer)
+            struct.keys, struct.values = attend.addresses(layer)
         step = STRUCTS["Layers"](
             ctypes.addressof(self._structs),
             num_layers,
             attend.address,
             x.data_ptr(),
-            *(room.data_ptr() for room in rooms),
+            *(buffer.data_ptr() for buffer in buffers),
             torch.get_num_threads(),
         )
         self._library.layers(ctypes.byref(step))

@@ -30,12 +30,12 @@ class Mixer {
 
     Mixer(int64_t width, int64_t num_keys, float scale)
         : width_(width), num_keys_(num_keys), scale_(scale), padded_keys_(round_up(num_keys)), padded_width_(round_up(width)) {
-        static thread_local std::vector<float> room[5];
-        keys_ = fit(room[0], padded_keys_ * width);
-        values_ = fit(room[1], padded_keys_ * padded_width_);
-        queries_ = fit(room[2], QUERIES * width);
-        scores_ = fit(room[3], QUERIES * padded_keys_);
-        weights_ = fit(room[4], QUERIES * padded_keys_);
+        static thread_local std::vector<float> buffers[5];
+        keys_ = fit(buffers[0], padded_keys_ * width);
+        values_ = fit(buffers[1], padded_keys_ * padded_width_);
+        queries_ = fit(buffers[2], QUERIES * width);
+        scores_ = fit(buffers[3], QUERIES * padded_keys_);
+        weights_ = fit(buffers[4], QUERIES * padded_keys_);
     }
 
     // Packs keys and values. `place(t)` is the offset of the row of key t. The last key pads incomplete tiles.
@@ -71,9 +71,9 @@ class Mixer {
   private:
     static int64_t round_up(int64_t count) { return (count + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
-    static float* fit(std::vector<float>& room, int64_t size) {
-        if ((int64_t)room.size() < size) room.resize(size);
-        return room.data();
+    static float* fit(std::vector<float>& buffers, int64_t size) {
+        if ((int64_t)buffers.size() < size) buffers.resize(size);
+        return buffers.data();
     }
 
     template <class S>

@@ -62,14 +62,14 @@ void gelu(const float* x, int64_t width, float* out) {
 class Product {
   public:
     // The workspace must be large enough.
-    Product(const Step& step, Workspace& room) : step_(step), linear_(step.linears[0]), room_(room) {
+    Product(const Step& step, Workspace& workspace) : step_(step), linear_(step.linears[0]), workspace_(workspace) {
         for (int32_t i = 0; i < step.count; i++) stride_ += step.linears[i].num_outputs;
-        inputs_ = step.before == NOTHING ? step.x : room.inputs.data();
+        inputs_ = step.before == NOTHING ? step.x : workspace.inputs.data();
         rounds_ = rounds_to_bfloat16(step);
         if (linear_.kind < INT8) return;
         const int64_t num_groups = (linear_.num_inputs + linear_.group - 1) / linear_.group;
-        integers_ = {step.num_tokens,   num_groups,      linear_.group,    step.bits, room.integers.data(),
-                     room.scale.data(), room.sum.data(), room.total.data()};
+        integers_ = {step.num_tokens,   num_groups,      linear_.group,    step.bits, workspace.integers.data(),
+                     workspace.scale.data(), workspace.sum.data(), workspace.total.data()};
     }
 
     int num_threads() const {
@@ -81,14 +81,14 @@ class Product {
     // Applies the norm or gate to a token, and converts it to the type that the product needs.
     void prepare(int64_t token) {
         const int64_t width = linear_.num_inputs;
-        float* into = room_.inputs.data() + token * width;
+        float* into = workspace_.inputs.data() + token * width;
         if (step_.before == RMS_NORM) normalize(step_.x + token * width, step_.gain, step_.eps, width, into);
         if (step_.before == SILU_GATE) gate(step_.x + token * 2 * width, width, into);
         if (step_.before == QUICK_GELU) quick_gelu(step_.x + token * width, width, into);
         if (step_.before == GELU) gelu(step_.x + token * width, width, into);
         if (rounds_) {
             const RoundedTokens tokens(step_.num_tokens, width);
-            round_token(inputs_ + token * width, width, tokens, token, room_.rounded[0].values);
+            round_token(inputs_ + token * width, width, tokens, token, workspace_.rounded[0].values);
         }
         if (linear_.kind >= INT8) quantize_token(inputs_ + token * width, width, integers_, token);
     }
@@ -101,7 +101,7 @@ class Product {
             const Target into = {target, stride_, step_.adds != 0};
             if (linear.kind >= INT8) multiply_integers(linear, integers_, into, outputs.start, outputs.stop);
             else if (rounds_)
-                multiply_rounded(linear, step_.num_tokens, room_.rounded[0].values, into, outputs.start, outputs.stop);
+                multiply_rounded(linear, step_.num_tokens, workspace_.rounded[0].values, into, outputs.start, outputs.stop);
             else multiply_floats(linear, step_.num_tokens, inputs_, into, outputs.start, outputs.stop);
             target += linear.num_outputs;
         }
@@ -110,7 +110,7 @@ class Product {
   private:
     const Step& step_;
     const Linear& linear_;
-    Workspace& room_;
+    Workspace& workspace_;
     Activations integers_ = {};
     const float* inputs_;
     bool rounds_;
@@ -125,8 +125,8 @@ int64_t count_weights(const Step& step) {
     return num_outputs * step.linears[0].num_inputs;
 }
 
-void multiply_in_team(const Step& step, Workspace& room) {
-    Product product(step, room);
+void multiply_in_team(const Step& step, Workspace& workspace) {
+    Product product(step, workspace);
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
     if (product.prepares()) {
         const Share tokens = share_of(step.num_tokens, 1, thread, team);
@@ -136,14 +136,14 @@ void multiply_in_team(const Step& step, Workspace& room) {
     product.multiply(thread, team);
 }
 
-Workspace& own_room() {
-    static thread_local Workspace room;
-    return room;
+Workspace& thread_workspace() {
+    static thread_local Workspace workspace;
+    return workspace;
 }
 
 extern "C" void vlm_linear(const Step* step) {
-    Workspace& room = own_room();
-    room.fit(*step, step->num_tokens);
-#pragma omp parallel num_threads(Product(*step, room).num_threads())
-    multiply_in_team(*step, room);
+    Workspace& workspace = thread_workspace();
+    workspace.fit(*step, step->num_tokens);
+#pragma omp parallel num_threads(Product(*step, workspace).num_threads())
+    multiply_in_team(*step, workspace);
 }

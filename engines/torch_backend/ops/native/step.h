@@ -35,16 +35,16 @@ struct Workspace {
 
   private:
     template <class T>
-    void grow(std::vector<T>& room, int64_t size) {
-        if ((int64_t)room.size() < size) room.resize(size);
+    void grow(std::vector<T>& values, int64_t size) {
+        if ((int64_t)values.size() < size) values.resize(size);
     }
 };
 
 // The workspace of the calling thread.
-Workspace& own_room();
+Workspace& thread_workspace();
 
 // Number of weights that each token is multiplied by.
 int64_t count_weights(const Step& step);
 
 // Called by every thread of a team; results are complete when all have returned. The workspace must be large enough.
-void multiply_in_team(const Step& step, Workspace& room);
+void multiply_in_team(const Step& step, Workspace& workspace);

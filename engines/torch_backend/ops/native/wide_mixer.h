@@ -41,9 +41,9 @@ inline __m512i join(const BFloat16* first, const BFloat16* second) {
 #endif
 
 // Multiplies rows by B blocks of sixteen columns, a lane of each at a time. Shapes in lanes: rows (6, K), columns
-// (B, K, 16), blocks `room` lanes apart, sums (6, B * 16), rows `stride` apart.
+// (B, K, 16), blocks `block_stride` lanes apart, sums (6, B * 16), rows `stride` apart.
 template <class T, int B>
-void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t lanes, int64_t room, float* sums, int64_t stride) {
+void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t lanes, int64_t block_stride, float* sums, int64_t stride) {
     __m512 local[WIDE_ROWS][B];
 #pragma GCC unroll 6
     for (int m = 0; m < WIDE_ROWS; m++)
@@ -51,7 +51,7 @@ void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t 
     for (int64_t k = 0; k < lanes; k++) {
         __m512i block[B];
         for (int b = 0; b < B; b++)
-            block[b] = _mm512_loadu_si512(columns + (b * room + k) * PER_LANE<T> * COLUMNS);
+            block[b] = _mm512_loadu_si512(columns + (b * block_stride + k) * PER_LANE<T> * COLUMNS);
 #pragma GCC unroll 6
         for (int m = 0; m < WIDE_ROWS; m++) {
             int32_t lane;
@@ -66,16 +66,16 @@ void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t 
 }
 
 template <class T>
-void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t lanes, int64_t room, int64_t num_blocks, float* sums) {
+void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t lanes, int64_t block_stride, int64_t num_blocks, float* sums) {
     const int64_t stride = num_blocks * COLUMNS;
     for (; num_blocks > 0; num_blocks -= MANY_BLOCKS) {
         switch (std::min(num_blocks, MANY_BLOCKS)) {
-            case 1: multiply_wide<T, 1>(rows, columns, lanes, room, sums, stride); break;
-            case 2: multiply_wide<T, 2>(rows, columns, lanes, room, sums, stride); break;
-            case 3: multiply_wide<T, 3>(rows, columns, lanes, room, sums, stride); break;
-            default: multiply_wide<T, 4>(rows, columns, lanes, room, sums, stride); break;
+            case 1: multiply_wide<T, 1>(rows, columns, lanes, block_stride, sums, stride); break;
+            case 2: multiply_wide<T, 2>(rows, columns, lanes, block_stride, sums, stride); break;
+            case 3: multiply_wide<T, 3>(rows, columns, lanes, block_stride, sums, stride); break;
+            default: multiply_wide<T, 4>(rows, columns, lanes, block_stride, sums, stride); break;
         }
-        columns += MANY_BLOCKS * room * PER_LANE<T> * COLUMNS, sums += MANY_BLOCKS * COLUMNS;
+        columns += MANY_BLOCKS * block_stride * PER_LANE<T> * COLUMNS, sums += MANY_BLOCKS * COLUMNS;
     }
 }
 

@@ -85,7 +85,7 @@ class PagedAttention:
     def address(self) -> int:
         return ctypes.addressof(self._struct)
 
-    def places(self, layer: int) -> tuple[int, int]:
+    def addresses(self, layer: int) -> tuple[int, int]:
         """Addresses of a layer's keys and values."""
         keys, values = self._pool.blocks(layer)
         return keys.data_ptr(), values.data_ptr()
@@ -109,7 +109,7 @@ class PagedAttention:
         self._library.attention(
             ctypes.byref(self._struct),
             ctypes.byref(struct),
-            *self.places(layer),
+            *self.addresses(layer),
             numbers.data_ptr(),
             out.data_ptr(),
             self._num_threads,
