@@ -212,7 +212,7 @@ class Transcriptions(Translations):
     def read(self, body: bytes, context: RequestContext) -> TranscriptionRequest:
         request: TranscriptionRequest = super().read(body, context)
         if request.stream and request.response_format not in (None, "json"):
-            raise invalid("response_format", "send json with stream")
+            raise invalid("response_format", "streams support json only")
         if granularities := request.timestamp_granularities:
             if "word" in granularities:
                 problem = "timestamps of words are not supported; send segment"

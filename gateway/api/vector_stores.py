@@ -526,7 +526,7 @@ def check_filter(where: wire.Filter | None, limits: LimitSettings) -> None:
             raise invalid("filters", f"nest at most {limits.max_filter_depth} filters")
         if part.type in ("and", "or"):
             if part.key or part.value is not None or not part.filters:
-                raise invalid(param, f"send {part.type} only with filters, at least one")
+                raise invalid(param, f"send {part.type} with filters only, and at least one filter")
             for index, inner in enumerate(part.filters):
                 check(inner, f"{param}.filters.[{index}]", depth + 1)
         else:

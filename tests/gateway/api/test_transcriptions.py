@@ -180,7 +180,7 @@ async def test_a_bad_field_is_named(gateway, worker):
         ({"timestamp_granularities[]": "letter"}, "timestamp_granularities.[0]", "segment"),
         ({"timestamp_granularities[]": "segment"}, "timestamp_granularities", "verbose_json"),
         ({"timestamp_granularities": "segment"}, "timestamp_granularities", "array"),
-        ({"stream": "true", "response_format": "vtt"}, "response_format", "send json"),
+        ({"stream": "true", "response_format": "vtt"}, "response_format", "support json"),
         ({"temperature": "1", "temperature[]": "1"}, "temperature", "Send one"),
         ({"response_format": "diarized_json"}, "response_format", "srt"),
         ({"temperature": "warm"}, "temperature", "float"),
