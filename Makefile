@@ -7,13 +7,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
-# Helm's library, by which the chart is tested.
+# Helm's library, which tests the chart.
 HELM   := .cache/helm
-# Of the compose stack: of its Redis, its search process and its PostgreSQL.
+# Passwords of the compose stack's Redis, search process and PostgreSQL.
 PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN POSTGRES_PASSWORD
-# Tests start hundreds of processes: each reads compiled modules, whatever the shell around says.
+# Tests start hundreds of processes, which must find compiled modules even if the shell disables them.
 unexport PYTHONDONTWRITEBYTECODE
-# Where torch comes from, as pip's options: an index of CPU builds spares a laptop some GB of CUDA.
+# pip's options for torch: an index of CPU builds saves a laptop gigabytes of CUDA.
 TORCH_ARGS ?=
 
 help:  ## show this list
@@ -33,7 +33,7 @@ install: $(STAMP)  ## set up .venv with everything
 serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and a worker for each built-in model; ARGS: options of vlm serve
 	$(BIN)/vlm serve $(or $(ARGS),--also shapes-clip)
 
-# All in three processes, a file of tests at a time in the order of the folders: much of their time is waiting. ARGS: in one.
+# Three processes, each with one test file at a time, because tests mostly wait. With ARGS: one process.
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
@@ -66,12 +66,12 @@ test-engines: $(STAMP)  ## build llama-server once (20 minutes), download the wh
 	$(BIN)/python -m tests.engines.upstream.test_wheels
 	$(BIN)/python -m pytest tests/engines/upstream tests/contract/test_engine.py $(ARGS)
 
-test-vllm: $(STAMP)  ## install vLLM for CPUs into an environment of its own (3 GB), and test it as the engine of a fleet
+test-vllm: $(STAMP)  ## install vLLM for CPUs into a separate environment (3 GB), and test it as the engine of a fleet
 	$(BIN)/python -m tests.engines.upstream.vllm $(TORCH_ARGS)
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py \
 	  tests/contract/test_engine.py tests/faults/test_upstream_long.py -k vllm $(ARGS)
 
-test-sglang: $(STAMP)  ## install SGLang for CPUs into an environment of its own (1 GB), and test it behind the fleet
+test-sglang: $(STAMP)  ## install SGLang for CPUs into a separate environment (1 GB), and test it behind the fleet
 	$(BIN)/python -m tests.engines.upstream.sglang
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/upstream/test_servers.py tests/contract/test_engine.py \
 	  tests/faults/test_upstream_long.py -k sglang $(ARGS)
