@@ -16,7 +16,7 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 
 
 def make_tokenizer(num_base_tokens: int) -> Tokenizer:
-    """A byte-level BPE tokenizer, with `<image>` behind the base tokens.
+    """A byte-level BPE tokenizer, with `<image>` after the base tokens.
 
     The merges are all pairs of letters, then triples: English text has two to three characters per token, and every id
     below `num_base_tokens` decodes to text.

@@ -253,7 +253,7 @@ def bench_search(
     ] = "flat,lance",
     queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,
 ) -> None:
-    """Measure exact search and the indexes: time to build and to search, and what they find."""
+    """Measure exact search and the indexes: time to build, time to search, and recall."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the search process does
     from benchmarks.search.run import run
 

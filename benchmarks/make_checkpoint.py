@@ -1,8 +1,8 @@
 """Checkpoints of real shapes with random weights, for tests and benchmarks: LLaVA as `llava-hf` publishes it, SmolVLM2 as
 transformers saves it.
 
-Memory is bounded by one shard: weights are generated and written one by one. The tokenizer is made up, so ids of
-control tokens are others than in the published models.
+Memory is bounded by one shard: weights are generated and written one by one. The tokenizer is generated, so ids of
+control tokens differ from those of the published models.
 Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct.
 """
 
@@ -87,7 +87,7 @@ def make_checkpoint(
 
 
 def list_parameters(config: PreTrainedConfig) -> list[Parameter]:
-    """Names and shapes as in the published files; what is tied is there once."""
+    """Names and shapes as in the published files; tied weights are listed once."""
     name = (config.architectures or [""])[0]
     with torch.device("meta"):
         model = getattr(transformers, name)(config)
@@ -238,7 +238,7 @@ def smolvlm_config(num_layers: int | None, dtype: torch.dtype) -> PreTrainedConf
 
 
 def _write_smolvlm_files(directory: Path, config: PreTrainedConfig) -> None:
-    """Everything but the weights. The processor is that of Idefics3, which is the same for images; SmolVLM's own wants a
+    """Everything but the weights. The processor is that of Idefics3, which is the same for images; SmolVLM's needs a
     package for videos.
     """
     config.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""What benchmarks print."""
+"""Tables, spreads and progress bars of the benchmarks."""
 
 import statistics
 import sys
@@ -16,7 +16,7 @@ Turn = TypeVar("Turn")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A number's median, least and most over the rounds."""
+    """Median, minimum and maximum of a number over the rounds."""
 
     median: float
     low: float
@@ -27,7 +27,7 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def text(self, scale: float = 1.0) -> str:
-        """The median, and below it the least and the most."""
+        """The median, and below it minimum and maximum."""
         numbers = [value * scale for value in (self.median, self.low, self.high)]
         digits = 0 if numbers[0] >= 100 else 1
         median, low, high = (f"{number:,.{digits}f}" for number in numbers)

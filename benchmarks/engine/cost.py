@@ -1,7 +1,7 @@
-"""What a step must read and multiply at the least: the numerator of every roofline share.
+"""The minimum bytes and operations of a step, from which the roofline ratio is computed.
 
-Counts come from the model's shape and the step's tokens; norms, rotations, sampling and the
-copies that this engine makes are not counted, for a better engine could do without.
+Counts are determined by the model's shape and the step's tokens. Norms, rotations, sampling and
+copies are not counted, because a better engine could avoid them.
 
 Shape letters: C decoder width, F its inner width, T tokens of an image in the tower.
 """
@@ -26,7 +26,7 @@ class Work:
         return Work(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
     def least_s(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """Time on a machine that reads and multiplies at once, each at its measured rate."""
+        """Minimum time on a machine that reads and multiplies at the same time, each at its measured rate."""
         return max(self.num_bytes / bytes_per_s, self.num_flops / flops_per_s)
 
 
@@ -47,7 +47,7 @@ class ModelCost:
         self._image_flops = image_flops(model.config)
 
     def step(self, batch: Batch, num_images: int) -> Work:
-        """A step that also encodes so many images."""
+        """The work of a step that also encodes this many images."""
         num_tokens = batch.num_tokens
         num_sampled = sum(item.samples for item in batch.items)
         context = seen = 0

@@ -1,7 +1,7 @@
-"""The embedding engine beside others, on the same random weights, in turn: from texts to vectors, from pixels to vectors.
+"""Compares the embedding engine with others, on the same random weights: texts to vectors, and pixels to vectors.
 
-One thread, CPU time: what other programs take of the machine counts for nobody. Peers run in processes and environments
-of their own.
+CPU time of one thread, so that other programs on the machine do not affect the result. Peers run in separate processes
+and environments.
 """
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
@@ -56,7 +56,7 @@ Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
 
 
 def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
-    """Measure and print. `peers`: where their environments are, or are made; None: without them."""
+    """Measure and print. `peers`: the folder of their environments; None: no peers."""
     torch.set_num_threads(1)
     table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for shape in shapes:
@@ -90,7 +90,7 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
 
 
 def measure_images(rounds: int) -> list[Sequence[str]]:
-    """The image tower of CLIP ViT-B/32 beside that of open_clip; each has weights of its own."""
+    """The image tower of CLIP ViT-B/32, and that of open_clip, which has other weights."""
     import open_clip  # noqa: PLC0415 - takes seconds
 
     pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
@@ -122,7 +122,7 @@ def make_checkpoint(folder: Path, shape: str) -> None:
 
 
 def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:
-    """The engine, steps and all: each text is a call."""
+    """The complete engine: each text is a call."""
     model = load_encoder(folder, torch.device("cpu"), dtype, is_int8=is_int8)
     engine = PoolingEngine(model, PoolingSettings(result_cache_bytes=0))
 

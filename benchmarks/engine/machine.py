@@ -34,7 +34,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: of the device on a GPU, else resident."""
+    """Peak memory of this process: on a GPU of the device, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""One run of one scenario on an engine: when each token came, and what the steps had to read and multiply.
+"""Measures one run of a scenario on an engine: arrival times of tokens, and the work of the steps.
 
 TTFT, TPOT, ITL and the rates are those of `docs/performance.md`.
 """
@@ -21,7 +21,7 @@ NUM_ALONE = 8
 
 
 class WorkCounter:
-    """Stands before a runner and adds up the work of its steps."""
+    """Wraps a runner, and sums the work of its steps."""
 
     def __init__(self, runner: ModelRunner, cost: ModelCost) -> None:
         self._runner = runner
@@ -52,7 +52,7 @@ class WorkCounter:
 
 @dataclass(slots=True)
 class Run:
-    """What one run gave. Units: seconds since all requests were added; tokens.
+    """The result of a run. Units: seconds since all requests were added; tokens.
 
     `late_at`: when a request came beside these, whose first token ended the run.
     """
@@ -114,7 +114,7 @@ class Run:
         return {f"{name}_per_s": amount / self.elapsed_s for name, amount in amounts.items()}
 
     def roofline_ratio(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """The least time that the machine needs for these steps, over the time they took."""
+        """The minimum time of these steps on this machine, divided by the measured time."""
         least_s = sum(work.least_s(bytes_per_s, flops_per_s) for work in self.steps)
         return least_s / self.elapsed_s
 

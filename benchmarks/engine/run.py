@@ -1,8 +1,8 @@
-"""The benchmark of the engine alone: scenarios, batch sizes, rounds in turn, and the report.
+"""The benchmark of the engine: scenarios, batch sizes, interleaved rounds, and the report.
 
-Called by `vlm bench engine`. All cells share one engine and take turns, so that what else the machine does falls on
-all of them alike. The model is loaded and warmed up, and each cell run once, before anything is measured. Every request is
-new, so that no cache helps.
+Called by `vlm bench engine`. All cells share one engine and are interleaved, so that other load on the machine affects
+them equally. The model is warmed up, and each cell runs once, before the first measurement. Every request is new, so
+that no cache helps.
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure. Fields mean what the command's options say."""
+    """What to measure: the command's options."""
 
     model: str = "shapes"
     device: str = "auto"
@@ -121,7 +121,7 @@ class Bench:
         return self._prompts.request(Prompt(self._prompts.text(num_text)), num_tokens)
 
     def run_all(self) -> list[Row]:
-        """All cells: once unmeasured, then in turn. Raises: RequestError."""
+        """Run all cells: once without measuring, then interleaved. Raises: RequestError."""
         options = self.options
         cells = [
             (SCENARIOS[name], size) for name in options.scenarios for size in options.batch_sizes

@@ -1,1 +1,1 @@
-"""The price of a request's way, measured beside a bare FastAPI endpoint: `vlm bench gateway`."""
+"""The overhead of gateway, queue and worker, compared with a bare FastAPI endpoint: `vlm bench gateway`."""

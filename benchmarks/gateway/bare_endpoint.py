@@ -1,6 +1,6 @@
-"""The least that FastAPI can do: read a request as JSON and return an answer that is always the same.
+"""The baseline: a FastAPI endpoint that reads a request as JSON and returns a constant answer.
 
-Run as a process of its own, beside which the gateway benchmark measures: `python -m benchmarks.gateway.bare_endpoint PORT`.
+The gateway benchmark runs it as a process: `python -m benchmarks.gateway.bare_endpoint PORT`.
 """
 
 import json
@@ -61,7 +61,7 @@ async def answer(request: Request) -> dict[str, Any] | StreamingResponse:
 
 
 async def stream_events() -> AsyncIterator[str]:
-    """Each event as a piece of its own, as a model would make them."""
+    """Each event as a separate piece, as from a model."""
     for event in EVENTS:
         yield event
 

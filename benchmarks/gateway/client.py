@@ -1,7 +1,7 @@
-"""A closed-loop HTTP/1.1 client that costs little: so many connections, each with one request on the way.
+"""A fast closed-loop HTTP/1.1 client: a number of connections, each with one open request.
 
-The same for every target: a client that takes long itself would hide what it measures. Every answer is checked to be
-complete; one that is not ends the job.
+The same client measures all targets; a slow one would hide their differences. Every answer is checked; an incomplete
+one ends the job.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ IMAGE_NUMBERS = count(1)
 
 
 class BenchError(Exception):
-    """An answer was wrong or missing: the numbers would mean nothing."""
+    """An answer was wrong or missing, so the measurement is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Result:
         return len(self.latencies_s) / self.seconds
 
     def latency_s(self, share: float) -> float:
-        """The latency that this share of the requests did not exceed."""
+        """The latency that this fraction of the requests did not exceed."""
         return sorted(self.latencies_s)[math.ceil(share * len(self.latencies_s)) - 1]
 
 

@@ -1,8 +1,8 @@
 """Measure the overhead of gateway, Redis and worker, with an instant mock engine, compared with a bare FastAPI endpoint or
 another checkout.
 
-Both targets run at the same time on the same machine and take turns under the same client, which is this process; every
-number is a median of the turns, and ratios are of adjacent ones. All share the machine's cores.
+Both targets run on the same machine, and are measured alternately by the same client, which is this process. Every
+number is a median of the turns, and ratios are those of adjacent turns. All share the machine's cores.
 """
 
 import json
@@ -164,7 +164,7 @@ def ask(port: int, path: str, json: Any = None) -> dict[str, Any]:
 
 @contextmanager
 def run_bare() -> Iterator[Target]:
-    """The bare endpoint in a process of its own."""
+    """Run the bare endpoint in a separate process."""
     port = free_port()
     with run_server(["-m", "benchmarks.gateway.bare_endpoint", str(port)], port) as server:
         yield Target(BARE, port, "bare", {"gateway": psutil.Process(server.process.pid)})
@@ -174,7 +174,7 @@ def run_bare() -> Iterator[Target]:
 def run_vlm_fleet(
     settings: Mapping[str, str] = INSTANT, folder: Path | None = None
 ) -> Iterator[Target]:
-    """The fleet with its defaults, of the checkout in `folder`, on an engine that takes no time."""
+    """The fleet with its defaults, of the checkout in `folder`, on an engine without delay."""
     if folder is not None and not (folder / "vlm.py").is_file():
         raise BenchError(f"--against {folder}: the folder is not a checkout of this project")
     with run_fleet(settings.get("VLM_ENGINE__KIND", "mock"), settings, folder) as server:

@@ -1,7 +1,7 @@
-"""CPU per streamed token of gateway, worker and Redis, beside the HTTP front of the server behind them.
+"""Compares the CPU time per streamed token of gateway, worker and Redis with that of a server's HTTP front.
 
-Each round drives the server alone, and the fleet in front of it, with the same requests. The server's front is the process that
-listens on its port; the processes that compute are not counted.
+Each round measures the server alone, and the fleet in front of it, with the same requests. The server's front is the
+process that listens on its port; the processes that compute are not counted.
 """
 
 import platform

@@ -1,1 +1,1 @@
-"""Our engine beside transformers and llama.cpp: one checkpoint, one machine, in turn."""
+"""Compares our engine with transformers and llama.cpp: one checkpoint, one machine, interleaved."""

@@ -1,6 +1,6 @@
-"""Requests that arrive at once, each with a new image, at servers that speak the OpenAI API.
+"""Sends requests, each with a new image, at the same time to servers that speak the OpenAI API.
 
-Called by `vlm bench burst`. The servers take turns, round by round.
+Called by `vlm bench burst`. The servers are measured alternately.
 """
 
 import asyncio

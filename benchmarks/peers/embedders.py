@@ -1,4 +1,4 @@
-"""Peers of the embedding engine, run by the interpreters of their own environments."""
+"""Peers of the embedding engine, each run by the interpreter of its environment."""
 
 import asyncio
 import base64

@@ -1,6 +1,6 @@
-"""The processes of the systems under comparison, one a system, which compute only when they are asked.
+"""The processes of the compared systems, one per system, which compute only on request.
 
-Each has the same number of threads; loading is one after another.
+Each has the same number of threads. They load one after another.
 """
 
 import json
@@ -17,7 +17,7 @@ from loadtest.fleet import ROOT
 
 
 class Peer:
-    """A system in a process of its own: it answers every line of JSON by one, and says first that it is loaded."""
+    """A system in a separate process: it reports that it is loaded, then answers each line of JSON with a line."""
 
     def __init__(self, system: str, python: Path, options: dict[str, Any]) -> None:
         """Raises: ChildProcessError."""

@@ -1,7 +1,7 @@
-"""A checkpoint of LLaVA as llama.cpp's files: the decoder, and the tower with its projector.
+"""Converts a checkpoint of LLaVA to llama.cpp's files: the decoder, and the tower with its projector.
 
-Run where `gguf` is installed, which is not our own environment. Quantized decoders are made from the BF16 file by
-llama.cpp itself. Source: the formats are those that llama.cpp's `src/llama-arch.cpp` and `tools/mtmd/clip.cpp` read.
+Runs in the peers' environment, which has `gguf`. llama.cpp itself makes quantized decoders from the BF16 file. Source:
+the formats that llama.cpp's `src/llama-arch.cpp` and `tools/mtmd/clip.cpp` read.
 """
 
 import json
@@ -119,7 +119,7 @@ def _write_tensors(
     rename: Callable[[str], str | None],
     arrange: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """All that `rename` knows; vectors and the patches' kernel stay exact."""
+    """Write the tensors that `rename` knows; vectors and the patches' kernel stay exact."""
     for stored in list_tensors(checkpoint):
         name = rename(stored.name)
         if name is None:

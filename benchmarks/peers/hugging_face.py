@@ -1,7 +1,7 @@
 """`transformers` as a peer: its own model of a checkpoint, with its own caches.
 
-Run in a process of its own. Its forward pass is called directly and the likeliest token taken, which spares it the
-bookkeeping of `generate`. Of its growing and its static cache the one that is faster at a batch size is taken.
+Runs in a separate process. The forward pass is called directly, with greedy sampling, which avoids the overhead of
+`generate`. For each batch size, the faster one of its dynamic and static caches is used.
 """
 
 import time
@@ -38,7 +38,7 @@ class HuggingFace:
 
     @torch.inference_mode()
     def decode(self, batch_size: int, num_steps: int) -> float:
-        """Behind contexts of random keys and values."""
+        """Decode after contexts of random keys and values."""
         if batch_size not in self._is_static:
             times = {kind: self._decode(batch_size, 3, kind) for kind in (False, True)}
             self._is_static[batch_size] = times[True] < times[False]

@@ -1,6 +1,6 @@
-"""The environments of the peers: llama.cpp built from its published package, and engines of embeddings.
+"""The environments of the peers: llama.cpp built from its published package, and embedding engines.
 
-Our own environment is not touched. That of llama.cpp also sees ours, for the checkpoint's files and torch.
+Our own environment is not changed. That of llama.cpp also sees our packages, for the checkpoint's files and torch.
 """
 
 import os
@@ -47,7 +47,7 @@ def peer_python(folder: Path, maker: str) -> Path:
 
 
 def _show_our_packages(environment: Path) -> None:
-    """Let the environment see ours, behind its own."""
+    """Add our packages to the environment, after its own."""
     packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
     line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (Path(packages) / "ours.pth").write_text(line)

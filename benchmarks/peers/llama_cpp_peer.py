@@ -1,7 +1,7 @@
 """llama.cpp as a peer, through the bindings of `llama-cpp-python`: its own batches, caches and kernels.
 
-Run in the peers' environment. Defaults of llama.cpp but for the number of threads; the image goes through its
-multimodal library. Batches decode behind copies of one computed context, each sequence its own.
+Runs in the peers' environment, with llama.cpp's defaults except the number of threads. Its multimodal library encodes
+the image. Each sequence of a batch decodes after a copy of one computed context.
 """
 
 import ctypes
@@ -79,7 +79,7 @@ class LlamaCpp:
         return self._prefill(self._text(self._num_context))
 
     def image(self) -> float:
-        """Preprocessing is not in it."""
+        """Encode an image, without preprocessing."""
         return self._tower.encode(self._random)[0]
 
     def first_token(self) -> float:

@@ -1,7 +1,7 @@
-"""Our own engine as a peer: the whole of it, from `add` to the token's text, without HTTP and queue.
+"""Our engine as a peer: complete, from `add` to the token's text, but without HTTP and queue.
 
-Run in a process of its own. Batches decode behind contexts whose keys and values are random numbers, each sequence its
-own: reading them takes as long as reading true ones, and computing sixteen prompts would take minutes.
+Runs in a separate process. Each sequence of a batch decodes after a context of random keys and values: reading them
+takes as long as reading real ones, and computing sixteen prompts would take minutes.
 """
 
 import time
@@ -94,7 +94,7 @@ class Ours:
 
 
 class _SkippingRunner:
-    """Stands before a runner and samples token 5 without computing anything."""
+    """Replaces a runner: samples token 5 without computing anything."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner

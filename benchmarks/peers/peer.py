@@ -1,13 +1,12 @@
-"""What a system under comparison can be asked, and the questions.
+"""The interface of a compared system, and the workloads.
 
-Every answer is the seconds that something took; loading, warming up and preparing are
-not counted.
+Every result is a duration in seconds, without loading, warm-up and preparation.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
-#: text tokens beside the image, in `first_token` and in the length of every context
+#: text tokens in addition to the image, in `first_token` and in the length of every context
 NUM_TEXT_TOKENS = 32
 
 #: `decode`: steps of one token for each sequence, behind contexts of an image prompt's length. `prefill`: a new prompt of
@@ -18,7 +17,7 @@ Task = Literal["decode", "prefill", "image", "first_token"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A question. Decoding has a batch size and a number of steps."""
+    """A workload. Decoding has a batch size and a number of steps."""
 
     name: str
     task: Task

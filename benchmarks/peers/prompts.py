@@ -1,4 +1,4 @@
-"""Requests of random tokens and one random image, as a checkpoint's own processor makes them, new ones each time."""
+"""Creates requests of random tokens and one random image, processed by the checkpoint's processor; each is new."""
 
 import random
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""The comparison: systems take turns at each workload, round by round.
+"""The comparison: the systems are measured alternately, round by round, for each workload.
 
-Called by `vlm bench peers`. What else the machine does falls so on all of them alike.
+Called by `vlm bench peers`. Other load on the machine therefore affects all systems equally.
 """
 
 import shutil

@@ -1,6 +1,6 @@
-"""`vlm bench search`: what an index costs and what it finds, beside exact search of numpy.
+"""`vlm bench search`: cost and recall of an index, compared with an exact search in numpy.
 
-Vectors are random in half of their dimensions and a little in all, as those of texts are.
+Vectors are combinations of half as many directions as dimensions, plus noise, similar to embeddings of texts.
 """
 
 import tempfile
@@ -113,7 +113,7 @@ def run(sizes: Sequence[int], dimensions: int, kinds: Sequence[str], num_queries
 def _measure(
     index: VectorIndex, queries: np.ndarray, truth: Sequence[np.ndarray], where: Filter | None
 ) -> tuple[float, float, float]:
-    """CPU and wall time of the median query, and the share of the nearest that were found."""
+    """CPU and wall time of the median query, and the recall."""
     index.search(queries[:1], K, where)
     found: list[list[str]] = []
 
