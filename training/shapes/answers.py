@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from training.shapes.world import PLACES, Scene, Selector, Shape
 
-#: The answer to all that is not of the image world.
+#: The answer to questions that are not about the image world.
 OUTSIDE = "I only know pictures of simple coloured shapes. Send me one and ask what is where."
 ORDINALS = ("first", "second", "third", "fourth")
 
@@ -41,7 +41,7 @@ def property_of(scene: Scene, selector: Selector, name: str) -> str:
 
 
 def content_at(scene: Scene, place: str) -> str:
-    """What stands at a place: "a red star", or "nothing"."""
+    """The content of a place: "a red star", or "nothing"."""
     shape = scene.at(place)
     return a(shape) if shape else "nothing"
 

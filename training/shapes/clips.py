@@ -31,7 +31,7 @@ Path = tuple[Shape | None, Shape | None, int]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happens to one shape: `before` is None if it appears, `after` if it vanishes."""
+    """A change of one shape: `before` is None if it appears, `after` if it vanishes."""
 
     before: Shape | None
     after: Shape | None

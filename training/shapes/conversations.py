@@ -23,7 +23,7 @@ _PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a user sends: the number of new images, put before the text, and a question."""
+    """A user's turn: the number of new images, put before the text, and a question."""
 
     num_images: int
     question: Question

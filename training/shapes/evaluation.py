@@ -55,7 +55,7 @@ class Score:
     results: list[tuple[Case, str]]
 
     def accuracy(self, *topics: str) -> float:
-        """Share of right answers; of all topics if none is named."""
+        """Fraction of correct answers; over all topics if none is named."""
         asked = [each for each in self.results if not topics or each[0].topic in topics]
         return sum(said.strip() == case.answer for case, said in asked) / len(asked)
 

@@ -70,7 +70,7 @@ def _disturb(images: Tensor) -> Tensor:
 
 
 def who_sees_whom(branches: Tensor) -> Tensor:
-    """What came before in one's own branch or in the shared beginning. Shapes: (B, T) in, bool (B, 1, T, T) out."""
+    """Attention mask: earlier tokens of the branch and the common prefix. Shapes: (B, T) in, bool (B, 1, T, T) out."""
     length = branches.shape[1]
     seen = (branches[:, None, :] == 0) | (branches[:, None, :] == branches[:, :, None])
     return (seen & torch.ones(length, length, dtype=torch.bool, device=branches.device).tril())[

@@ -55,7 +55,7 @@ def _ground(rng: Random) -> Rgb:
 def _canvas(
     rng: Random, *colors: Rgb, scale: int = 1
 ) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
-    """Of one of the colors, or of any."""
+    """A canvas of one of the colors, or of any color."""
     width = scale * rng.randint(110, 220)
     height = round(width * rng.choice((1, 1, 0.75, 0.62, 1.4)))
     image = Image.new("RGB", (width, height), rng.choice(colors) if colors else _color(rng))

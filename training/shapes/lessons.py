@@ -1,6 +1,6 @@
 """Endless lessons for `finetune`: pictures, and packed sequences about them.
 
-To draw a picture takes longer than to ask about it, so a process keeps an album of pictures that it shows many times.
+Drawing a picture takes longer than asking about it, so a process reuses the pictures of an album many times.
 """
 
 from collections import deque
@@ -213,7 +213,7 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 
 
 class Batch(NamedTuple):
-    """What a step learns from.
+    """The data of a training step.
 
     Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (I,), whether `codes`
     (K, CODE_LENGTH) has an image's; `token_ids`, `positions`, `branches`, `weights` (B, T).

@@ -62,7 +62,7 @@ class Asker:
         return Question(vary(text, self.rng), answer, subject)
 
     def pick_selector(self, *kinds_of: str) -> Selector:
-        """What a question points at; mostly something that is there. `kinds_of`: "kind", "color", "both"."""
+        """The shapes that a question is about, mostly existing ones. `kinds_of`: "kind", "color", "both"."""
         like = self.rng.choice(kinds_of)
         is_there = self.scene.shapes and self.rng.random() < 0.85
         shape = self.rng.choice(self.scene.shapes) if is_there else None

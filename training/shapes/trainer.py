@@ -20,7 +20,7 @@ WEIGHTS = "model.safetensors"
 
 
 class Trainer:
-    """Trains those parameters of a module that want it, and keeps a running average of them.
+    """Trains the parameters of a module that require gradients, and keeps a running average of them.
 
     `autocast`: matrices are multiplied in bfloat16; the weights stay as they are. `rate_of`: a parameter's share
     of the learning rate, by its name.
@@ -71,9 +71,9 @@ class Trainer:
         num_steps: float = math.inf,
         seconds: float = math.inf,
     ) -> None:
-        """Train until steps or seconds are over.
+        """Train for a number of steps or seconds.
 
-        Once in a while and at the end, `report` is called with the averaged module, and its text is printed.
+        At intervals and at the end, `report` is called with the averaged module, and its text is printed.
         """
         began_at = time.monotonic()
         due_at = began_at + REPORT_EVERY_S
@@ -96,7 +96,7 @@ def _average(average: Tensor, current: Tensor, num_averaged: Any) -> Tensor:
 
 
 def save(model: Any, checkpoint: Path, dtype: torch.dtype) -> None:
-    """Replace the weights of a checkpoint of transformers; a run that is cut leaves the last ones whole."""
+    """Replace the weights of a checkpoint of transformers; an interrupted run leaves the previous weights complete."""
     with TemporaryDirectory(dir=checkpoint) as folder:
         copy.deepcopy(model).to(dtype).save_pretrained(folder)
         (Path(folder) / WEIGHTS).rename(checkpoint / WEIGHTS)

@@ -1,4 +1,4 @@
-"""How often what is found first is right, by the kind of what was looked for."""
+"""Precision and recall of searches, by kind of query."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from training.shapes_clip.queries import KINDS_OF_QUERIES, Query, sample_query
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Of some queries. Shares of 1.
+    """Results of some queries, as fractions.
 
     `chance`: precision at 1 of a random order; `recall_at_5`: of the true scenes, or of five of them.
     """

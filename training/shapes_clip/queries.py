@@ -1,4 +1,4 @@
-"""What people look for in the world of shapes, in their words, and of which scenes it is true.
+"""Search queries about the world of shapes, and the scenes that match them.
 
 A query is about shapes (by kind, color, size and place), about the background, or about all of a scene.
 """
@@ -42,7 +42,7 @@ class Fact:
     place: str | None = None
 
     def cells(self, codes: np.ndarray) -> np.ndarray:
-        """In which places one stands. Shapes: uint8 (N, CODE_LENGTH) in, bool (N, places) out."""
+        """The places that have one. Shapes: uint8 (N, CODE_LENGTH) in, bool (N, places) out."""
         cells = codes[:, 1:].reshape(len(codes), len(PLACES), 3)
         found = cells[..., 0] > 0
         for index, (word, words) in enumerate(
@@ -57,7 +57,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Words, and what must be true: each fact of a shape of its own.
+    """The words, and the facts that must be true, each of a different shape.
 
     `is_complete`: there are no other shapes.
     """
@@ -68,7 +68,7 @@ class Query:
     is_complete: bool = False
 
     def holds_of(self, codes: np.ndarray) -> np.ndarray:
-        """Whether it is true, of scenes as `gallery.encode` writes them. Shapes: (N, CODE_LENGTH), bool (N,).
+        """Which scenes it matches, of scenes as `gallery.encode` writes them. Shapes: (N, CODE_LENGTH), bool (N,).
 
         With three facts or more, these must name different places.
         """
