@@ -198,7 +198,7 @@ class Outboxes:
         self._only = None if others else first
 
     def shard(self, claim: Claim) -> str:
-        """The shard of a claim; the first one for ids of none."""
+        """The shard of a claim; the first shard for an id that names none."""
         name = shard_of(claim.id)
         return name if name in self.by_shard else next(iter(self.by_shard))
 

@@ -239,7 +239,7 @@ class Sessions(Resource):
         )  # fmt: skip
         self._check_resources(session)
         most = self._limits.max_sessions
-        if not await self._store.take_place(session, most):
+        if not await self._store.reserve(session, most):
             raise conflict(
                 f"This key has the maximum of {most} sessions: use an open one, or wait until one expires.",
                 code="too_many_sessions",

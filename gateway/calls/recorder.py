@@ -83,7 +83,7 @@ class Recorder:
         self._is_streamed = is_streamed
         self._num_choices = len(call.choices)
 
-    # Clock
+    # Durations
 
     def elapsed_s(self) -> float:
         """From arrival to the end, or until now."""
@@ -158,7 +158,7 @@ class Recorder:
         stages = {"ingest": self._ingest_s, "image_decode": self.image_decode_s}
         return timing_headers(stages, self.elapsed_s(), is_whole=False)
 
-    # The end
+    # End
 
     def count(self, error: ApiError | None, *, is_answered: bool) -> None:
         """Count the outcome once, before the client sees it."""

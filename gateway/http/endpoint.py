@@ -98,7 +98,7 @@ class OperationServices:
 
 
 def owner_of(tenant: str, kind: str = "search") -> str:
-    """The owner of a tenant's objects of a kind, by default files and vector stores; not a secret."""
+    """The owner id of a tenant's objects of a kind, by default files and vector stores. It is not secret."""
     return hashlib.sha256(f"{kind} {tenant}".encode()).hexdigest()[:32]
 
 

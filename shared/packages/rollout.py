@@ -452,7 +452,7 @@ def _free(app: App, slot: Slot, now: float, why: str, pause_s: float = 0.0) -> A
     return _want(_remove(app, slot), slot.digest, now, not_before=now + pause_s)
 
 
-# How a rollout ends
+# End of a rollout
 
 
 def _pause(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
@@ -514,7 +514,7 @@ def _compare(new: Load, old: Load) -> Outcome | None:
     )
 
 
-# How many instances there should be
+# Number of instances
 
 
 def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
@@ -674,7 +674,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
     )
 
 
-# Small changes
+# Helpers
 
 
 def _want(app: App, digest: str, now: float, not_before: float = 0.0) -> App:

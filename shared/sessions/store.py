@@ -92,10 +92,10 @@ _tasks = msgspec.json.Decoder(TaskRecord)
 class SessionStore(RedisStore):
     """The sessions of all owners. All methods raise QueueUnavailable."""
 
-    async def take_place(self, session: Session, max_sessions: int) -> bool:
-        """Reserve a place among the sessions of the owner; returns False if there is none. Expired sessions do not count.
+    async def reserve(self, session: Session, max_sessions: int) -> bool:
+        """Reserve one of the owner's `max_sessions` sessions, not counting expired ones. Returns False if all are used.
 
-        Adds first and counts then, so that concurrent calls cannot exceed `max_sessions`.
+        Adds the reservation before it counts, so that concurrent calls cannot exceed `max_sessions`.
         """
         index = self._keys.sessions(session.owner)
         await self._note(session, _TO_COME + session.id)

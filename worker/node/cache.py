@@ -127,7 +127,7 @@ class Cache:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """Changes with any change of a file: its owner sets all times but ctime. None: not a regular file."""
+    """A key that changes with the file: it has the ctime, which the owner cannot set. None: not a regular file."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         return None
@@ -144,7 +144,7 @@ def _remove(folder: Path) -> bool:
 
 
 def _delete(folder: Path) -> None:
-    """Renames it first, so that a partly removed folder is never used."""
+    """Delete a folder. Renames it first, so that a partly deleted folder is never used."""
     aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
     folder.rename(aside)
     shutil.rmtree(aside)

@@ -126,7 +126,7 @@ def _with_deployments(settings: Settings, folder: Path) -> Settings:
 
 
 def _with_key(settings: Settings) -> Settings:
-    """Add a random API key if there is only a root key, which may not list models: `wait_until_served` does."""
+    """Add a random API key for `wait_until_served` if there is only a root key, which may not list models."""
     gateway = settings.gateway
     if gateway.root_key is None or gateway.api_keys or gateway.deploy_keys:
         return settings

@@ -180,7 +180,7 @@ def test_a_tekken_file_without_a_chat_template_is_refused(tekken: Path) -> None:
     assert tokenizer.control_tokens["<SPECIAL_39>"].id == 39
     assert tokenizer.vocab_size == 40 + 256 + 13
     plain = MultimodalProcessor(PLAIN_TEMPLATE)
-    with pytest.raises(UnsupportedCheckpoint, match=r"save its chat_template\.jinja"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"save a chat_template\.jinja"):
         create_processor(tekken, plain)
     (tekken / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     assert create_processor(tekken, plain).tokenizer.encode("What") == [40 + 256 + 7]

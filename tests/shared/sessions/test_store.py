@@ -23,10 +23,10 @@ async def test_of_many_at_once_no_more_pass_than_there_are_places(store):
     await store.create(make_session("sess_0"))
     many = [make_session(f"sess_{number}") for number in range(1, 9)]
     passed = await asyncio.gather(
-        *(store.take_place(session, 3) for session in many), store.page("owner", "", 10, 0)
+        *(store.reserve(session, 3) for session in many), store.page("owner", "", 10, 0)
     )
     assert passed[:-1].count(True) <= 2
-    assert not await store.take_place(make_session("sess_9"), passed[:-1].count(True) + 1)
+    assert not await store.reserve(make_session("sess_9"), passed[:-1].count(True) + 1)
 
 
 async def test_a_page_reads_no_more_than_it_shows(store, redis, redis_prefix):
@@ -35,7 +35,7 @@ async def test_a_page_reads_no_more_than_it_shows(store, redis, redis_prefix):
     for each in (make_session("sess_0", 4.0), session):
         await store.create(each)
     for number in range(3):
-        await store.take_place(make_session(f"sess_{number + 2}", 6.0), 9)
+        await store.reserve(make_session(f"sess_{number + 2}", 6.0), 9)
         task = TaskRecord(f"task_{number}", "req", "m", "p", "f", float(number % 2), 9.0, "x" * 9)
         await store.add(session, task, 9)
     later = {f"{number:0500}": 9 for number in range(1000)}
