@@ -218,7 +218,7 @@ class _Runner:
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._sessions: dict[str, Application] = {}
         self._application = Application()
-        self._told: list[str] = []  # names of the optional parameters of its `run`
+        self._optional: list[str] = []  # names of optional parameters of `run`
         self._can_cancel = False
         self._is_cancelled = False
 
@@ -281,7 +281,7 @@ class _Runner:
         parameters = inspect.signature(self._application.run).parameters.values()
         takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
         names = {each.name for each in parameters if each.kind is not each.VAR_POSITIONAL}
-        self._told = [n for n in ("task_id", "attempt") if takes_all or n in names]
+        self._optional = [n for n in ("task_id", "attempt") if takes_all or n in names]
         self._application.setup(Context(package, message["name"], message["device"]))
         return {"type": "ready"}
 
@@ -298,7 +298,7 @@ class _Runner:
         try:
             if self._is_cancelled:
                 raise TaskCancelled
-            told = {name: message[name] for name in self._told}
+            told = {name: message[name] for name in self._optional}
             value = application.run(message["input"], **told)
             if isinstance(value, Iterator):
                 for item in value:

@@ -1,7 +1,7 @@
 """The worker process: builds its parts from the settings and runs them.
 
-Exit codes: 0: stopped by a signal. 70: a step hung (watchdog). 71: the engine failed. 78: invalid
-configuration.
+Exit codes: 0: stopped by a signal. 70: a step hung (watchdog). 71: the engine failed. 78: it cannot
+start with this configuration.
 """
 
 import asyncio
