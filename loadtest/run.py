@@ -103,7 +103,7 @@ def make_load(order: Order, objective: Objective, engine: str) -> Result:
 class DriverOutput:
     records: list[Record] = field(default_factory=list)
     core_ratio: float | None = None  #: the last line
-    stray: str = ""  #: an unexpected line
+    unexpected: str = ""  #: the first unexpected line
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
         """Read lines until the process ends; an unexpected line ends it, because records may be lost."""
@@ -113,7 +113,7 @@ class DriverOutput:
             try:
                 line = decoder.decode(text)
             except msgspec.DecodeError:
-                self.stray = text[:200].decode(errors="replace").strip()
+                self.unexpected = text[:200].decode(errors="replace").strip()
                 process.kill()
                 return
             if isinstance(line, Record):
@@ -129,9 +129,9 @@ def drive(order: Order) -> tuple[list[Record], float]:
         reader = Thread(target=output.read, args=(process,))
         reader.start()
         watch(reader, order.plan, output.records)
-        if output.stray:
+        if output.unexpected:
             raise LoadTestError(
-                f"the load generator wrote a line that is not a record: {output.stray}"
+                f"the load generator wrote a line that is not a record: {output.unexpected}"
             )
         if process.wait():
             complaints.seek(0)

@@ -379,7 +379,7 @@ class ActiveRequests:
     _trace: Trace
     _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
     _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
-    _suspects: set[ActiveRequest] = field(default_factory=set)  #: possible poison requests
+    _poison_candidates: set[ActiveRequest] = field(default_factory=set)  #: possible poison requests
     #: Claimed requests that cannot start yet, because a possible poison request runs alone.
     _parked: deque[ActiveRequest] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -409,7 +409,7 @@ class ActiveRequests:
         return max(0, self._max_num_seqs - len(self._active_requests))
 
     def is_held_up(self) -> bool:
-        return bool(self._parked) or any(active.is_alone for active in self._suspects)
+        return bool(self._parked) or any(active.is_alone for active in self._poison_candidates)
 
     async def wait_for_change(self, longest_s: float = LOOK_AGAIN_S) -> None:
         """Wait until capacity may be free or the last request may have ended."""
@@ -437,8 +437,8 @@ class ActiveRequests:
             self._by_engine_id[active.engine_id] = active
             self._parked.append(active)
             if claim.may_be_poison:
-                self._suspects.add(active)
-        if self._suspects:  # they wait for all others
+                self._poison_candidates.add(active)
+        if self._poison_candidates:  # they wait for all others
             self._parked = deque(
                 sorted(self._parked, key=lambda active: active.claim.may_be_poison)
             )
@@ -453,7 +453,7 @@ class ActiveRequests:
 
     def _may_start(self, claim: Claim) -> bool:
         """Whether a claim may start: a possible poison request must not crash requests in their first attempt."""
-        if not self._suspects:
+        if not self._poison_candidates:
             return True
         started = [active for active in self._active_requests.values() if active.started_at]
         if any(active.is_alone for active in started):
@@ -578,7 +578,7 @@ class ActiveRequests:
         """Stop a request and drop its events."""
         self._stop_work(active)
         self._outboxes.of(active.claim).drop(active)
-        self._suspects.discard(active)
+        self._poison_candidates.discard(active)
         if self.find(active.claim) is active:
             del self._active_requests[active.request_id]
         self.changed.set()

@@ -91,13 +91,13 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
 
 
 def _pattern(config: Fields, name: str, module: str) -> object:
-    """The value of a module, if it has its own: keys are suffixes of names, or patterns, as in peft."""
+    """The value for a module, if a key matches: a suffix of its name or a regular expression, as in peft."""
     for key, value in config.section(name).values.items():
         try:
-            is_meant = re.fullmatch(rf"(.*\.)?({key})", module)
+            matches = re.fullmatch(rf"(.*\.)?({key})", module)
         except re.error:
             raise config.refuse(name, f"has the key {shown(key)}, which is not a pattern") from None
-        if is_meant:
+        if matches:
             return value
     return None
 
@@ -253,23 +253,23 @@ class Loras:
 
 
 class _AdaptedRows:
-    """The rows of each adapter in a step, and how often each layer has added."""
+    """The rows of each adapter in a step, and how often each layer has added its delta."""
 
     def __init__(self, inputs: StepInputs, device: torch.device) -> None:
         runs: dict[LoraAdapter, list[Tensor]] = {}
-        self._blamed = ""
+        self._request_id = ""
         for sequence, adapter in zip(inputs.sequences, inputs.adapters, strict=True):
             if adapter is not None:
-                self._blamed = self._blamed or sequence.request_id
+                self._request_id = self._request_id or sequence.request_id
                 run = torch.arange(sequence.start, sequence.stop)
                 runs.setdefault(adapter, []).append(run)
         self._num_rows = len(inputs.slots)
         #: each adapter, and the slice of its rows among all adapted rows
-        self._shares: list[tuple[LoraAdapter, slice]] = []
+        self._slices: list[tuple[LoraAdapter, slice]] = []
         start = 0
         for adapter, own in runs.items():
             stop = start + sum(len(run) for run in own)
-            self._shares.append((adapter, slice(start, stop)))
+            self._slices.append((adapter, slice(start, stop)))
             start = stop
         is_simple = len(runs) == 1 and start == self._num_rows
         rows = torch.cat([run for own in runs.values() for run in own])
@@ -286,14 +286,14 @@ class _AdaptedRows:
             if name in self._counts:
                 self._counts[name] += 1
         names = site.names
-        shares = [(s.changes[names], place) for s, place in self._shares if names in s.changes]
-        x = x.to(shares[0][0].down.dtype)
+        slices = [(s.changes[names], place) for s, place in self._slices if names in s.changes]
+        x = x.to(slices[0][0].down.dtype)
         if self._rows is None and y.dtype is x.dtype:
-            shares[0][0].add(y, x)
+            slices[0][0].add(y, x)
             return
         added = x.new_zeros(len(x) if self._rows is None else len(self._rows), y.shape[1])
         inputs = x if self._rows is None else x[self._rows]
-        for change, place in shares:
+        for change, place in slices:
             change.add(added[place], inputs[place])
         if self._rows is None:
             y += added
@@ -308,7 +308,7 @@ class _AdaptedRows:
 
     def _failure(self, name: str) -> SequenceFailure:
         return SequenceFailure(
-            self._blamed,
+            self._request_id,
             f"the adapter changes {name}, which this model does not compute once per token: merge the adapter",
         )
 

@@ -36,7 +36,7 @@ from shared.telemetry.metrics import GatewayMetrics
 _DEADLINE_PAUSE_S = 0.1
 _LOOK_PAUSE_S = 0.25
 _RESTART_PAUSE_S = 0.5
-_DEADLINE_GRACE_S = 0.5  #: workers enforce deadlines; the gateway does if they did not
+_DEADLINE_GRACE_S = 0.5  #: after which the gateway enforces a deadline that the worker missed
 _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
 NO_LIMIT = 2**53
@@ -58,7 +58,7 @@ class Dispatcher:
     metrics: GatewayMetrics
     _: KW_ONLY
     silence_timeout_s: float
-    #: Tells the queue what the tenant of a call has spent.
+    #: Writes what the tenant of a call has spent to Redis.
     restore_budget: Callable[[Call, Budget], Awaitable[None]]
 
     def __post_init__(self) -> None:
@@ -298,14 +298,14 @@ class Dispatcher:
     def _deliver(self, events: Sequence[CallEvent]) -> None:
         num_dropped = 0
         for event in events:
-            is_news = False
+            is_new = False
             for call, choice in self._routes.get(event.request_id, ()):
                 try:
-                    is_news |= call.deliver(choice, event)
+                    is_new |= call.deliver(choice, event)
                 except Exception:
                     logger.exception("cannot deliver an event of request %s", event.request_id)
                     call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
-            num_dropped += not is_news
+            num_dropped += not is_new
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
 

@@ -91,8 +91,8 @@ class ChoiceProgress:
             case Tokens():
                 return self._accept_delta(event)
             case Started():
-                is_news, self.has_started = not self.has_started, True
-                return event if is_news else None
+                is_new, self.has_started = not self.has_started, True
+                return event if is_new else None
             case Finished():
                 if event.usage.num_output_tokens > len(self.token_ids):
                     self._hold_back(event.usage.num_output_tokens + 1)
@@ -103,8 +103,8 @@ class ChoiceProgress:
                 self.is_finished = self.is_settled = True
                 return event
             case Vectors() | Scores() | Tokenized():
-                is_news, self.has_values = not self.has_values, True
-                return event if is_news else None
+                is_new, self.has_values = not self.has_values, True
+                return event if is_new else None
 
     def _accept_delta(self, event: Tokens) -> CallEvent | None:
         num_known = len(self.token_ids) - event.index

@@ -145,9 +145,9 @@ def _remove(folder: Path) -> bool:
 
 def _delete(folder: Path) -> None:
     """Delete a folder. Renames it first, so that a partly deleted folder is never used."""
-    aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
-    folder.rename(aside)
-    shutil.rmtree(aside)
+    temporary = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
+    folder.rename(temporary)
+    shutil.rmtree(temporary)
 
 
 def _used_at(folder: Path) -> float:

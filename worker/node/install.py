@@ -185,30 +185,30 @@ def _fetch(store: PackageStore, layer: Layer, blobs: Path, uses: Uses) -> None:
 
 
 def _link(manifest: Manifest, cache: Path, folder: Path) -> None:
-    with _building(folder) as aside:
+    with _building(folder) as temporary:
         for layer in manifest.layers:
-            target = aside / layer.path
+            target = temporary / layer.path
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(cache / "blobs" / layer.digest.removeprefix("sha256:"), target)
             if layer.is_executable:  # another file of the same content may not be
                 target.chmod(0o555)
-        for parent, _, _ in os.walk(aside):
+        for parent, _, _ in os.walk(temporary):
             os.chmod(parent, 0o755)  # whatever the umask: no other user adds files
 
 
 @contextmanager
 def _building(folder: Path) -> Iterator[Path]:
     """A temporary folder, renamed to `folder` unless another process was first. Raises: OSError."""
-    aside = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
+    temporary = folder.with_name(f"{secrets.token_hex(8)}{SUFFIX}")
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        os.rename(aside, folder)
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.rename(temporary, folder)
     except OSError:
         if not folder.is_dir():
             raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def make_packages(
@@ -239,8 +239,8 @@ def make_packages(
     where = ["--no-index", "--find-links", WHEELS] if wheels else []
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
-        with cache.filling(), _building(target) as aside:
-            arguments = [*what, *where, "--target", str(aside)]
+        with cache.filling(), _building(target) as temporary:
+            arguments = [*what, *where, "--target", str(temporary)]
             _run_pip(arguments, folder, hidden, uses or Uses())
     except OSError as error:
         raise InstallError(f"{error.filename or target}: {error.strerror}") from None

@@ -40,16 +40,16 @@ class Rotary:
         probes = torch.eye(self._num_rows, dtype=torch.long).T
         cos, sin = self._angles(probes, layer_type)
         width = cos.shape[-1]
-        num_still = head_dim - width
-        if num_still < 0 or num_still % 2:
+        num_unrotated = head_dim - width
+        if num_unrotated < 0 or num_unrotated % 2:
             raise BeyondOurProgram(f"rotary angles cover {width} of {head_dim} channels of a head")
         if not all(torch.equal(x[:, : width // 2], x[:, width // 2 :]) for x in (cos, sin)):
             raise BeyondOurProgram("rotated pairs of channels are not the halves of a head")
-        is_turned = sin != 0
-        if not bool((is_turned.sum(0) == 1).all()):
+        is_rotated = sin != 0
+        if not bool((is_rotated.sum(0) == 1).all()):
             raise BeyondOurProgram("several rows of positions, or none, rotate a channel")
-        rows = _with_unrotated(is_turned.int().argmax(0)[None], num_still, 0)[0]
-        return width, num_still, tuple(rows.tolist())
+        rows = _with_unrotated(is_rotated.int().argmax(0)[None], num_unrotated, 0)[0]
+        return width, num_unrotated, tuple(rows.tolist())
 
     def table(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
         """Tables from position 0 for each type of layer."""
@@ -61,8 +61,8 @@ class Rotary:
         self, layer_type: str | None, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> RotaryTable:
         chunks = [
-            self._angles(places.expand(self._num_rows, -1), layer_type)
-            for places in torch.arange(max_positions).split(_TABLE_ROWS)
+            self._angles(positions.expand(self._num_rows, -1), layer_type)
+            for positions in torch.arange(max_positions).split(_TABLE_ROWS)
         ]
         cos, sin = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         cos, sin = (
