@@ -7,7 +7,7 @@ import { KeysView } from "./keys.js";
 import { UsageView } from "./usage.js";
 
 const PAUSE_MS = 2000;
-const ROUNDS = 8; // of the fleet for one of the rest
+const ROUNDS = 8; // refreshes of the fleet per refresh of the other parts
 const OFTEN = ["fleet", "requests"];
 const find = (selector) => document.querySelector(selector);
 const problems = new Map(); // by what could not be read

@@ -17,7 +17,7 @@ export function drawBars(svg, { days, series }) {
   const step = innerWidth / days.length;
   const toX = (place) => MARGIN.left + step * place;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-  const ticks = top % 2 === 1 ? [0, top] : [0, top / 2, top]; // no half requests
+  const ticks = top % 2 === 1 ? [0, top] : [0, top / 2, top]; // whole numbers only
   const marks = ticks.flatMap((value) => [
     make("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: toY(value), y2: toY(value) }),
     make("text", { x: MARGIN.left - 6, y: toY(value) + 4, "text-anchor": "end" }, compact.format(value)),

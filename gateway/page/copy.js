@@ -32,7 +32,7 @@ function copyBySelection(text) {
   const focused = document.activeElement;
   holder.value = text;
   holder.className = "unseen";
-  (focused.closest("dialog") ?? document.body).append(holder); // what is outside of an open dialog takes no focus
+  (focused.closest("dialog") ?? document.body).append(holder); // elements outside an open dialog cannot get the focus
   holder.select();
   const isCopied = document.execCommand("copy");
   holder.remove();

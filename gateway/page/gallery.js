@@ -4,7 +4,7 @@ import { ApiError, embed } from "./api.js";
 import { makeThumbnail, readImage } from "./images.js";
 
 export const MAX_IMAGES = 5000; // their vectors and thumbnails stay in the page's memory
-const SENT_SIZE = { maxBytes: 512 * 1024, maxSide: 768 }; // models look at less
+const SENT_SIZE = { maxBytes: 512 * 1024, maxSide: 768 }; // models scale images down to less
 const THUMBNAIL_SIDE = 320;
 const BATCH = 8;
 const MAX_REFUSALS = 5; // of an overloaded gateway, in a row

@@ -14,7 +14,7 @@ export class KeptConversations {
     this.maxConversations = maxConversations;
     this.maxChars = maxChars;
     this.opening = openDatabase(name);
-    this.opening.catch(() => {}); // told by each call
+    this.opening.catch(() => {}); // each call reports the failure
   }
 
   /** `{id, title, changedAt, numChars}` of each conversation, newest first. */

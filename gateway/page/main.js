@@ -14,7 +14,7 @@ import { followAddress, shownView } from "./views.js";
 import { showWelcome } from "./welcome.js";
 
 const REFRESH_PAUSE_MS = 15000;
-const AWAY_PAUSE_MS = 2000; // while the gateway is away
+const AWAY_PAUSE_MS = 2000; // while the gateway does not answer
 const find = (selector) => document.querySelector(selector);
 const main = find("#main");
 const question = find("#question");
@@ -30,8 +30,8 @@ let conversation = new Conversation();
 let models = [];
 let refreshing = null; // the promise of the models that are being asked for
 let isAway = false; // the gateway did not answer
-let timer = null; // of the next look at the models
-let running = null; // the AbortController of the answer that is coming
+let timer = null; // of the next refresh of the models
+let running = null; // the AbortController of the current answer
 
 // --- asking ---------------------------------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ function chosenModel() {
 function showModel() {
   const model = chosenModel();
   find("#fleet").textContent = describeModel(model);
-  find("#fleet").classList.toggle("told", !model?.num_workers); // where there is little room too
+  find("#fleet").classList.toggle("told", !model?.num_workers); // on small screens too
   settings.elements.max_tokens.max = model?.limits?.max_output_tokens ?? "";
   microphone.show(model?.input_modalities?.includes("audio"));
 }

@@ -65,7 +65,7 @@ function parse(text) {
     const found = lexer.blockTokens(lines.join("\n")).filter(({ type }) => type !== "space" && type !== "def");
     return { lexer, blocks: [...bounded(found), ...beyond] };
   } catch (error) {
-    if (error instanceof RangeError) return { lexer, blocks: [{ type: "beyond", raw: text }] }; // the stack's end
+    if (error instanceof RangeError) return { lexer, blocks: [{ type: "beyond", raw: text }] }; // stack overflow
     throw error;
   }
 }

@@ -14,7 +14,7 @@ export class Turn {
     this.element = template.content.firstElementChild.cloneNode(true);
     this.answer = this.element.querySelector(".answer");
     this.view = new MarkdownView(this.answer.querySelector(".text"));
-    this.frame = null; // the animation frame that will show what has come
+    this.frame = null; // the animation frame that will show the new text
     this.showQuestion();
     this.listen();
   }
