@@ -1,4 +1,4 @@
-"""A real Redis server for the whole run, on a unix socket of its own, and a key prefix for each test."""
+"""A real Redis server for the whole run, on its own unix socket, and a key prefix for each test."""
 
 import gc
 import os

@@ -327,6 +327,6 @@ def run_all(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
 
 
 def answer_alone(request: EngineRequest, num_output_tokens: int = 12) -> Transcript:
-    """What a request answers in an engine of its own with space for everything."""
+    """What a request answers in its own engine with space for everything."""
     engine = make_engine(num_output_tokens, enable_prefix_cache=False)
     return run_all(engine, request)[request.request_id]

@@ -254,7 +254,7 @@ async def fail_halfway(answer: Answer) -> None:
 
 
 async def talk_on(answer: Answer) -> None:
-    """A script that goes on until it is told to stop."""
+    """A script that continues until it is told to stop."""
     await answer.start()
     while answer.refused is None:
         await answer.say(in_words(answer, "on "))
@@ -336,7 +336,7 @@ class ScriptedWorker:
         self.cancelled.clear()
 
     def stop_claiming(self) -> None:
-        """What it has goes on; `start` claims again."""
+        """What it has continues; `start` claims again."""
         self._tasks[0].cancel()
 
     async def stop(self) -> None:

@@ -53,7 +53,7 @@ def make_items(count: int, dimensions: int = 8) -> list[Item]:
 
 
 class SearchProcess:
-    """`vlm search-node` on a socket of its own, to be killed and started again."""
+    """`vlm search-node` on its own socket, to be killed and started again."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What each client does with a server: run by `make clients` in an environment of its own.
+"""What each client does with a server: run by `make clients` in its own environment.
 
     python checks.py URL MODEL IMAGE     prints JSON: {client: {feature: "yes" or what went wrong}}
 

@@ -111,7 +111,7 @@ def ask_programs() -> Told:
 
 
 def ask_runner(spec: str, *arguments: str | Path) -> dict[str, str]:
-    """What `runners.py` says of a package, in an environment of its own."""
+    """What `runners.py` says of a package, in its own environment."""
     try:
         python = install_pip(spec)
     except NotHad as error:
@@ -129,7 +129,7 @@ def ask_runner(spec: str, *arguments: str | Path) -> dict[str, str]:
 
 
 def _edit(program: CommandLine, url: str) -> dict[str, str]:
-    """Whether it edits a file, in a home of its own."""
+    """Whether it edits a file, in its own home."""
     try:
         programs = install_npm(f"{program.package}@{program.version}")
     except NotHad as error:

@@ -2,7 +2,7 @@
 
     python -m tests.clients.run [--write]
 
-Each client runs in an environment of its own, `.cache/clients`, with the versions of
+Each client runs in its own environment, `.cache/clients`, with the versions of
 `requirements.txt` and `node/package.json`; those of `programs` have one each. What a registry does not have is
 skipped. Ends with 1 if one of them fails.
 """
@@ -38,7 +38,7 @@ VARIABLES = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch one
 }
 #: Some clients say nothing of sampling and want answers that end: the little model's samples, and
-#: its greedy answers to what it never saw, may go on until they are cut.
+#: its greedy answers to what it never saw, may continue until they are cut.
 SAMPLING = {"temperature": 0, "repetition_penalty": 1.2, "max_new_tokens": 512}
 
 

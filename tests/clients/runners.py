@@ -1,4 +1,4 @@
-"""What one client does with a server: run by `make clients`, each in an environment of its own.
+"""What one client does with a server: run by `make clients`, each in its own environment.
 
     python runners.py NAME URL MODEL [IMAGE]     prints JSON: {feature: "yes" or what went wrong}
 

@@ -70,7 +70,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It goes on."""
+        """It continues."""
 
     def url_for(self, *parts: str) -> str:
         return "/".join([URL, *(part.strip("/") for part in parts if part)])

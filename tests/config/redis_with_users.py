@@ -79,7 +79,7 @@ class RedisWithUsers:
 
 @contextmanager
 def run_redis(program: Path, folder: Path) -> Iterator[RedisWithUsers]:
-    """A server in a folder of its own."""
+    """A server in its own folder."""
     server = RedisWithUsers(program, folder)
     try:
         server.start()

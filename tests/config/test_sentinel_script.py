@@ -26,7 +26,7 @@ from tests.long import IS_LONG
 from tests.waiting import wait_for
 
 SCRIPT = ROOT / "config" / "helm" / "files" / "sentinel.sh"
-SERVER, SENTINEL = 6379, 26379  #: each pod has an address of its own
+SERVER, SENTINEL = 6379, 26379  #: each pod has its own address
 WITHIN_S = 60.0
 
 

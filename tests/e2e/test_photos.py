@@ -1,4 +1,4 @@
-"""A photo that takes a CPU longer than the watchdog waits, beside a stream: the stream goes on, and the worker lives."""
+"""A photo that takes a CPU longer than the watchdog waits, beside a stream: the stream continues, and the worker lives."""
 
 import threading
 import time

@@ -49,7 +49,7 @@ def test_a_fleet_grows_by_the_commands_of_the_page(tmp_path: Path):
 
 
 def _end_session(session: int) -> None:
-    """Kill all processes of a session: each job of the shell has a group of its own."""
+    """Kill all processes of a session: each job of the shell has its own group."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""A fleet of real processes around a Redis of its own, which tests kill, stop and start again."""
+"""A fleet of real processes around its own Redis, which tests kill, stop and start again."""
 
 import asyncio
 import os

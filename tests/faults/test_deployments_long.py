@@ -64,7 +64,7 @@ def test_a_node_that_is_killed_or_freezes(deployer: Deployer, node: psutil.Proce
     assert done.returncode == 0, done.stderr
     deployer.wait(is_whole)
     with load(deployer):
-        node.send_signal(signal.SIGSTOP)  # its instances go on; it is silent
+        node.send_signal(signal.SIGSTOP)  # its instances continue; it is silent
         deployer.wait(lambda app: not has_second(app))
         node.send_signal(signal.SIGCONT)
         deployer.wait(is_whole)

@@ -50,7 +50,7 @@ async def test_a_worker_lost_at_any_point_is_not_noticed_by_any_client(fleet, fa
 
 @pytest.mark.parametrize("is_cut_off", [False, True], ids=["zombie", "cut off"])
 async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_cut_off):
-    """Another goes on, and what the first says when it is back is refused."""
+    """Another continues, and what the first says when it is back is refused."""
     await fleet.retire_workers()
     async with run_proxy(fleet.processes.server.socket_path) as link:
         first = await fleet.worker(VLM_REDIS_URL=link.url)
@@ -133,7 +133,7 @@ async def _is_refused_soon(fleet) -> None:
 
 @pytest.mark.parametrize(("frozen_s", "for_workers_too"), [(60.0, True), (10.0, False)])
 async def test_a_redis_that_is_silent_loses_nothing(fleet, frozen_s, for_workers_too):
-    """Who asks meanwhile is refused soon; streams pause and go on."""
+    """Who asks meanwhile is refused soon; streams pause and continue."""
     await fleet.retire_workers()
     server, link = fleet.processes.server, fleet.proxy
     await fleet.worker(VLM_REDIS_URL=link.url if for_workers_too else server.url)
@@ -148,7 +148,7 @@ async def test_a_redis_that_is_silent_loses_nothing(fleet, frozen_s, for_workers
 
 
 async def test_half_open_connections_are_given_up_in_time(fleet):
-    """Redis believes that they live, and goes on to deliver to them; no end of them ever comes."""
+    """Redis believes that they live, and continues to deliver to them; no end of them ever comes."""
     await fleet.some_worker()
     async with streaming(fleet, 3, num_tokens=150) as clients:
         fleet.proxy.half_open()

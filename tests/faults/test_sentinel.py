@@ -40,7 +40,7 @@ async def fleet(sentinels: Sentinels) -> AsyncIterator[Fleet]:
 
 
 async def test_a_primary_killed_in_mid_stream_loses_nothing(fleet: Fleet, sentinels: Sentinels):
-    """P4: the streams pause until a replica is the primary, and go on; with a Sentinel lost too."""
+    """P4: the streams pause until a replica is the primary, and continue; with a Sentinel lost too."""
     await fleet.worker()
     await fleet.worker()
     primary = sentinels.primary()

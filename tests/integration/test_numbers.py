@@ -46,7 +46,7 @@ def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
 
 
 def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
-    """A question about an image of its own; the answer and what a client measures."""
+    """A question about its own image; the answer and what a client measures."""
     content = [image_part(data_url(seed)), {"type": "text", "text": "What is it?"}]
     wish = {"model": "mock", "max_tokens": NUM_TOKENS, "temperature": 0, **extra}
     body = make_body(content, **wish)

@@ -1,4 +1,4 @@
-"""What is asked: the same for the same seed, new images that are new, conversations that go on."""
+"""What is asked: the same for the same seed, new images that are new, conversations that continue."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""An index in a process of its own, to be killed: forked from one that has imported what it needs."""
+"""An index in its own process, to be killed: forked from one that has imported what it needs."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""A real PostgreSQL with pgvector, from the wheel `pgserver`, on a unix socket. Root runs it as a user of its own."""
+"""A real PostgreSQL with pgvector, from the wheel `pgserver`, on a unix socket. Root runs it as its own user."""
 
 import atexit
 import os

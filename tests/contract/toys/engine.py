@@ -1,7 +1,7 @@
 """An engine of one file that takes messages: no tokenizer, no scheduler, no image processor of ours.
 
 What stands behind it might be llama.cpp or a remote server. It answers with the conversation's last words, one a step.
-It counts tokens without knowing their ids, and cannot go on with an answer that another worker began.
+It counts tokens without knowing their ids, and cannot continue an answer that another worker began.
 """
 
 import time

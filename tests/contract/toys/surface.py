@@ -1,6 +1,6 @@
 """An API in one file:
 
-`POST /v1/echo`, a prompt in, text out, whole or streamed, with an error shape of its own.
+`POST /v1/echo`, a prompt in, text out, whole or streamed, with its own error shape.
 """
 
 from collections.abc import Sequence

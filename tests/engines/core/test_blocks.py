@@ -60,7 +60,7 @@ def test_freed_blocks_are_found_until_they_are_lent(used: list[Sequence], num_le
 
 def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
     blocks = make_blocks()
-    compute_and_free(blocks, make_sequence(17))  # goes on where the one that fails ends
+    compute_and_free(blocks, make_sequence(17))  # continues where the one that fails ends
     failed, holder, other = make_sequence(9), make_sequence(9), make_sequence(9, cache_salt="b")
     for sequence in (failed, holder, other):
         compute(blocks, sequence)

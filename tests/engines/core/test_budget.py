@@ -18,7 +18,7 @@ from tests.factories_engine import make_image, make_scheduler, make_sequence, ru
 
 
 class TimedRunner:
-    """A runner on a clock of its own: a step costs a base, and something for each stream and prompt token."""
+    """A runner on its own clock: a step costs a base, and something for each stream and prompt token."""
 
     block_size, num_blocks, max_model_len = 16, 64, 512
     runs_async = False

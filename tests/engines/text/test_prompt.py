@@ -71,7 +71,7 @@ def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[list[ChatM
 
 
 def number_images(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Every image part shows an image of its own."""
+    """Every image part shows its own image."""
     numbers = iter(range(100))
     return [
         ChatMessage(

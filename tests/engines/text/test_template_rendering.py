@@ -142,7 +142,7 @@ def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template(monkeypatc
 
 @in_one_round
 def test_a_slow_template_does_not_delay_other_conversations() -> None:
-    """They render in other threads while it goes on until its time is over."""
+    """They render in other threads while it continues until its time is over."""
     template = attacked_by("a long loop")
     ended: list[str] = []
 

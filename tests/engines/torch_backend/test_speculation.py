@@ -21,7 +21,7 @@ def engine():
     engine.close()
 
 
-#: How answers without a grammar are sampled; each `n` of a request is a call with a seed of its own.
+#: How answers without a grammar are sampled; each `n` of a request is a call with its own seed.
 FREE = {
     "greedy": {"temperature": 0.0},
     "hot": {"seed": 3},

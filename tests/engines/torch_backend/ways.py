@@ -89,7 +89,7 @@ def run_encoder_cached(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 def run_taken_over(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Another worker goes on in the middle, after a different number of tokens for each."""
+    """Another worker continues in the middle, after a different number of tokens for each."""
     return run_to_end(start(), begin_elsewhere(start, wanted))
 
 

@@ -1,4 +1,4 @@
-"""A real SGLang on a CPU: `make test-sglang` installs it into an environment of its own, `.cache/sglang`.
+"""A real SGLang on a CPU: `make test-sglang` installs it into its own environment, `.cache/sglang`.
 
 HTTP front, tokenizer manager, scheduler, detokenizer, radix cache, sampler and model are those of the published wheel;
 attention is its backend `torch_native`. torch and torchvision are those of this environment, and what needs CUDA is left

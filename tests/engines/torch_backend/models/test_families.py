@@ -216,7 +216,7 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
             parts = [part if isinstance(part, str) else family.placeholder for part in question]
             text = "".join([family.opening, *parts, "\n"])
             bos = {"add_special_tokens": False} if family.opening else {}
-            # this one counts the images of a prompt, which lie in a list of their own
+            # this one counts the images of a prompt, which lie in their own list
             is_counted = isinstance(processor, transformers.LlavaOnevisionProcessor)
             given: Any = [images] if is_counted and images else images or None
             try:

@@ -208,7 +208,7 @@ def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_wo
 
 
 def test_a_slot_that_the_model_writes_itself_is_no_image(tmp_path: Path) -> None:
-    """Another's image may be in the same step; the prompt goes on as transformers has it."""
+    """Another's image may be in the same step; the prompt continues as transformers has it."""
     loaded = load_family(named("Qwen2.5-VL"), tmp_path)
     [text, image] = [r for r in loaded.requests if r.request_id in ("text", "small")]
     slot: int = loaded.model.config.full.image_token_id

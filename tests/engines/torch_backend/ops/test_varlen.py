@@ -56,7 +56,7 @@ def attend_one_by_one(
 
 
 def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
-    """Forgets that a run may go on."""
+    """Forgets that a run may continue."""
     query, key, value, new_ends, *_ = args
     new = new_ends.diff().tolist()
     return attend_one_by_one(query, key[: len(query)], value[: len(query)], new, new)

@@ -41,7 +41,7 @@ def make_sequence(
 
 
 def sample_many(logits: torch.Tensor, **sampling: Any) -> list[int]:
-    """Many samples from one distribution, each with a seed of its own."""
+    """Many samples from one distribution, each with its own seed."""
     sequences = [make_sequence(seed=seed, **sampling) for seed in range(NUM_SAMPLES)]
     return [choice.token_id for choice in sample(logits.repeat(NUM_SAMPLES, 1), sequences)]
 
