@@ -28,7 +28,7 @@ from search.catalog import Catalog, Sqlite
 from search.collection import BadCollection
 from search.index import open_indexes
 from search.stores import Stores
-from shared.process import lock_directory
+from shared.process import lock_directory, resolve_structs
 from shared.search import SearchError, refuse
 from shared.settings import SettingsError, is_loopback, own_folder
 from shared.settings.tree import SearchSettings, Settings
@@ -129,6 +129,7 @@ def run_search(settings: Settings) -> None:
             "VLM_SEARCH__TOKEN: required on an address that other machines can reach; set the same secret "
             "at the gateways"
         )
+    resolve_structs()
     directory = data_directory(search)
     is_shared = urlsplit(search.index).scheme == "postgresql"
     with nullcontext() if is_shared else _lock(directory):

@@ -1,5 +1,5 @@
-"""Process helpers: restart backoff, ending children with their parent, locks of directories, and memory tuning after
-startup (GC freeze, huge pages).
+"""Process helpers: restart backoff, ending children with their parent, locks of directories, and what follows startup
+(types of messages, GC freeze, huge pages).
 """
 
 import asyncio
@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
+
+import msgspec
 
 PR_SET_PDEATHSIG = 1
 MADV_COLLAPSE = 25
@@ -39,11 +41,24 @@ def end_startup() -> None:
     On Linux 6.1 or newer, a thread also moves the heap into huge pages, which reduces TLB misses of a
     process that wakes up for each request.
     """
+    resolve_structs()
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY, 20, 20)
     if _libc is not None:  # in a thread, because this takes up to a second if memory is fragmented
         threading.Thread(target=_collapse_heaps, name="huge pages", daemon=True).start()
+
+
+def resolve_structs() -> None:
+    """Resolve the fields of all structs that are imported.
+
+    msgspec 0.22 does it when a type is decoded for the first time, and crashes if two threads do so at once.
+    """
+    types: list[type] = [msgspec.Struct]
+    for each in types:
+        types += each.__subclasses__()
+        with suppress(TypeError):  # of a struct that is never decoded
+            msgspec.json.Decoder(each)
 
 
 def return_large_buffers() -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from redis.asyncio import Redis
 from xdist.scheduler import LoadFileScheduling
 
+from shared.process import resolve_structs
 from shared.redis.client import create_redis
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError, find_redis_server
 from shared.settings.tree import RedisSettings
@@ -36,6 +37,7 @@ gc.disable()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
+    resolve_structs()
     gc.freeze()
     gc.enable()
 

@@ -1,4 +1,4 @@
-"""Memory of a process after its start: huge pages, and mapped files that stay untouched."""
+"""A process after its start: huge pages, mapped files that stay untouched, and types of messages."""
 
 import os
 import re
@@ -53,3 +53,33 @@ def test_what_was_loaded_lies_in_huge_pages_and_stacks_stay_small(tmp_path: Path
     assert grown_kb < 8 * 1024
     if _can_collapse() and Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert huge_kb >= 4 * 1024
+
+
+DECODE = """
+import sys, threading, msgspec
+from shared.process import resolve_structs
+
+sys.setswitchinterval(1e-6)
+outer = []
+for number in range(1000):
+    inner = msgspec.defstruct(f"Inner{number}", [(f"f{i}", "int | None", None) for i in range(5)])
+    fields = [("a", inner | None, None)] + [(f"f{i}", "int | None", None) for i in range(5)]
+    outer.append(msgspec.defstruct(f"Outer{number}", fields))
+resolve_structs()
+barrier = threading.Barrier(4)
+
+def decode():
+    for each in outer:
+        barrier.wait()
+        assert msgspec.json.decode(b'{"f1": 1, "a": {"f2": 2}}', type=each).a.f2 == 2
+
+threads = [threading.Thread(target=decode) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_threads_may_decode_a_type_at_once():
+    assert subprocess.run([sys.executable, "-c", DECODE]).returncode == 0

@@ -40,7 +40,7 @@ from shared.packages.deployments import (
 )
 from shared.packages.rollout import App, Load, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
-from shared.process import on_stop_signal
+from shared.process import on_stop_signal, resolve_structs
 from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
@@ -136,6 +136,7 @@ class NodeAgent:
             instance.kill()
 
     async def run(self) -> None:
+        resolve_structs()
         logger.info("node %s: packages from %s", self.id, self._store.url)
         with contextlib.suppress(RedisError, OSError):  # of an earlier process of this name
             await self._deployments.withdraw(self.id)
