@@ -57,7 +57,7 @@ def resolve_structs() -> None:
     types: list[type] = [msgspec.Struct]
     for each in types:
         types += each.__subclasses__()
-        with suppress(TypeError):  # of a struct that is never decoded
+        with suppress(TypeError, NameError):  # of a struct that is never decoded
             msgspec.json.Decoder(each)
 
 
