@@ -1,6 +1,6 @@
-"""An engine of one file that takes messages: no tokenizer, no scheduler, no image processor of ours.
+"""An engine in one file that gets messages: it uses no tokenizer, scheduler or image processor of the project.
 
-What stands behind it might be llama.cpp or a remote server. It answers with the conversation's last words, one a step.
+A real one might call llama.cpp or a remote server. It answers with the words of the last message, one per step.
 It counts tokens without knowing their ids, and cannot continue an answer that another worker began.
 """
 
@@ -28,14 +28,14 @@ MAX_MODEL_LEN = 1000
 
 
 class ToySettings(EngineSettings):
-    """One setting of its own."""
+    """The settings of every engine, and one more."""
 
     greeting: str = ""
 
 
 @dataclass
 class ToyInput:
-    """A conversation, and the answer's words that are still to come."""
+    """A prepared request: the words of the answer, and how many were emitted."""
 
     request_id: str
     priority: Priority
@@ -47,7 +47,7 @@ class ToyInput:
 
 
 class ToyEngine(Engine[ToyInput]):
-    """Says a word a step for every request that it has."""
+    """Emits one word per step for each request."""
 
     def __init__(self, settings: ToySettings) -> None:
         self._settings = settings
@@ -60,7 +60,7 @@ class ToyEngine(Engine[ToyInput]):
     def prepare(self, call: EngineCall, images: Sequence[PreparedImage]) -> ToyInput:
         sampling = call.task.sampling
         if sampling.stop or sampling.logit_bias or sampling.num_logprobs is not None:
-            message = "the toy knows no stop, logit_bias and logprobs: send none"
+            message = "the toy does not support stop, logit_bias and logprobs: leave them out"
             raise InvalidRequest(message, param="sampling")
         parts = call.task.messages[-1].parts
         words = " ".join(part.text for part in parts if isinstance(part, TextPart)).split()
@@ -68,9 +68,9 @@ class ToyEngine(Engine[ToyInput]):
             raise PromptTooLong(f"{len(words)} words: send fewer than {MAX_MODEL_LEN}")
         sizes = [f"{len(image.content)}-bytes" for image in images]
         answer = [*self._settings.greeting.split(), *sizes, *words]
-        told = answer[: sampling.max_tokens]
-        reason = FinishReason.STOP if told == answer else FinishReason.LENGTH
-        return ToyInput(call.request_id, call.priority, told, Usage(len(words)), reason)
+        words_out = answer[: sampling.max_tokens]
+        reason = FinishReason.STOP if words_out == answer else FinishReason.LENGTH
+        return ToyInput(call.request_id, call.priority, words_out, Usage(len(words)), reason)
 
     def add(self, request: ToyInput) -> None:
         if request.request_id in self._running:
@@ -82,9 +82,9 @@ class ToyEngine(Engine[ToyInput]):
 
     def step(self) -> list[EngineOutput]:
         self._num_steps += 1
-        return [self._say(request) for request in tuple(self._running.values())]
+        return [self._emit(request) for request in tuple(self._running.values())]
 
-    def _say(self, request: ToyInput) -> EngineOutput:
+    def _emit(self, request: ToyInput) -> EngineOutput:
         index = request.num_emitted
         request.num_emitted += 1
         text = f" {request.words[index]}"

@@ -1,7 +1,7 @@
-"""A family of one file: LLaVA whose images are one, two or four tiles, between start and end tokens.
+"""A family in one file: LLaVA whose images are one, two or four tiles, between start and end tokens.
 
-A wide image is two tiles beside each other, a line break between them in plain text; a large one has four. All
-tokens of an image stand at one rotary position, so that it takes no more of the context than one token.
+A wide image is two tiles side by side, separated by a line break in plain text; a large one has four. All tokens of
+an image have the same rotary position, so that it uses one position of the context.
 """
 
 from collections.abc import Sequence
@@ -26,22 +26,22 @@ PLACES = {1: (1, 1), 2: (1, 2), 4: (2, 2)}  # rows and columns by the number of 
 
 
 class TiledLlava(Llava):
-    """LLaVA over several squares an image."""
+    """LLaVA with several square tiles per image."""
 
     def num_features(self, image: ImageInput) -> int | None:
-        """So many for each tile."""
+        """The features of all tiles."""
         size, pixels = self.config.vision.image_size, image.pixels
         is_tiled = pixels.ndim == 4 and tuple(pixels.shape[1:]) == (3, size, size)
         return len(pixels) * self.config.tokens_per_image if is_tiled else None
 
     def example_image(self) -> ImageInput:
-        """One of two tiles."""
+        """An image of two tiles."""
         size, count = self.config.vision.image_size, 2 * self.config.tokens_per_image
         return ImageInput(0, count, "example", torch.zeros(2, 3, size, size))
 
 
 class TileProcessor(MultimodalProcessor):
-    """Cuts an image to tiles."""
+    """Cuts an image into tiles."""
 
     def __init__(self, slot_id: int, side: int, tile_tokens: int) -> None:
         super().__init__(LLAVA_TEMPLATE)
@@ -49,7 +49,7 @@ class TileProcessor(MultimodalProcessor):
 
     @property
     def image_tokens(self) -> int:
-        """Of four tiles, the tokens around them, and the breaks between."""
+        """Tokens of four tiles, of start and end, and of the line breaks."""
         return 4 * self.tile_tokens + 2 + 3
 
     def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> np.ndarray:
@@ -72,7 +72,7 @@ class TileProcessor(MultimodalProcessor):
         return made
 
     def positions(self, prompt: Prompt) -> Positions:
-        """An image is at one place."""
+        """All tokens of an image have the same position."""
         row, place = [0] * len(prompt.token_ids), -1
         inside = {
             index: image.offset
@@ -86,7 +86,7 @@ class TileProcessor(MultimodalProcessor):
 
 
 class TiledLlavaFamily:
-    """LLaVA's decoder, tower and names, with images of its own."""
+    """LLaVA's decoder, tower and names, with tiled images."""
 
     architectures = (ARCHITECTURE,)
     model_type = "tiled_llava"

@@ -1,4 +1,4 @@
-"""A whole operator: doubling. The contract's test registers it; nothing else knows it."""
+"""A complete operator: doubling. Only the contract test registers it."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def _example(double: Double, site: Site) -> list[Tensor]:
 
 
 def make(**candidates: Double | str) -> Op:
-    """With candidates that compute so, or that say why they cannot."""
+    """The operator with these candidates: a function, or the reason why the candidate is not supported."""
     return Op("double", double, tuple(_candidate(*item) for item in candidates.items()), _example)
 
 
@@ -30,5 +30,5 @@ def _candidate(name: str, way: Double | str) -> Candidate:
 
 
 def by_adding(x: Tensor) -> Tensor:
-    """A right candidate."""
+    """A correct candidate."""
     return torch.add(x, x)

@@ -1,6 +1,6 @@
-"""An API in one file:
+"""An API in one file: `POST /v1/echo`.
 
-`POST /v1/echo`, a prompt in, text out, whole or streamed, with its own error shape.
+It returns the prompt as text, whole or streamed, and has its own error format.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class EchoAnswer:
 
 
 class Echo(Surface):
-    """Say it again."""
+    """Return the prompt."""
 
     name = "echo"
     path = "/v1/echo"
