@@ -1,4 +1,4 @@
-"""A photo that takes a CPU longer than the watchdog waits, beside a stream: the stream continues, and the worker lives."""
+"""Media that take a CPU long, beside a stream: the stream continues, and the worker lives."""
 
 import threading
 import time
@@ -12,10 +12,13 @@ from openai import OpenAI
 from PIL import Image
 
 import engines.torch_backend  # noqa: F401 - before transformers
+from engines.base import PreparedImage
+from engines.registry import create_engine
 from tests.engines.torch_backend.models.family_table import qwen, write_checkpoint
+from tests.engines.upstream.asking import Clip, make_call
 from tests.factories_images import png_url
 from tests.integration.fleet_process import start_fleet
-from tests.long import IS_LONG
+from tests.long import IS_LONG, long
 
 SCALE, NUM_LAYERS, WATCHDOG_S = (2, 6, 10) if IS_LONG else (1, 1, 3)
 #: In the long form those of Qwen2.5-VL's tower, which has 32 layers.
@@ -27,18 +30,19 @@ WIDTHS = {
 LONGEST_GAP_S = 5.0
 
 
-def write_model(directory: Path) -> None:
-    family = qwen(
-        "Qwen2.5-VL", "Qwen2_5_VL", {**WIDTHS, "depth": NUM_LAYERS}, max_position_embeddings=8192
-    )
+def write_model(directory: Path, num_layers: int = NUM_LAYERS) -> None:
+    tower = {**WIDTHS, "depth": num_layers}
+    family = qwen("Qwen2.5-VL", "Qwen2_5_VL", tower, max_position_embeddings=8192)
+    create: Any = family.create_processor
 
     def create_processor() -> Any:
-        assert family.create_processor is not None
-        processor = family.create_processor()
+        processor = create()
         processor.image_processor.size = {"shortest_edge": 3136, "longest_edge": 12_845_056}
         return processor
 
-    write_checkpoint(replace(family, create_processor=create_processor), directory)
+    run = "<|vision_start|><|video_pad|><|vision_end|>"
+    family = replace(family, create_processor=create_processor, video_placeholder=run)
+    write_checkpoint(family, directory)
 
 
 @pytest.mark.timeout(400)  # 130 s with other work beside it
@@ -93,3 +97,22 @@ def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) ->
     gaps = [later - before for before, later in pairwise(beside)]
     assert len(gaps) > 20
     assert max(gaps) < LONGEST_GAP_S
+
+
+@long("families")
+def test_a_stream_waits_at_most_250_ms_beside_a_video_of_64_frames(tmp_path: Path) -> None:
+    """CPU time of the engine's thread, which other work on the machine does not change."""
+    write_model(tmp_path, num_layers=1)
+    values = {"kind": "torch", "device": "cpu", "dtype": "float32", "model": str(tmp_path)}
+    engine: Any = create_engine(values).engine
+    video = PreparedImage("video", engine.prepare_video(Clip(336, 64, 64, 2.0)))
+    engine.add(engine.prepare(make_call("stream", max_tokens=4000, ignore_eos=True), []))
+    engine.step()
+    engine.add(engine.prepare(make_call("video", num_images=1, max_tokens=1), [video]))
+    names, told_at = set[str](), [time.thread_time()]
+    while "video" not in names:
+        names = {output.request_id for output in engine.step() if output.token_ids}
+        told_at += [time.thread_time()] * ("stream" in names)
+    gaps = sorted(later - before for before, later in pairwise(told_at))
+    assert len(gaps) > 50
+    assert gaps[int(0.99 * len(gaps))] <= 0.25

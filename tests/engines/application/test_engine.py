@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +220,8 @@ def make_engine(folder: Path, source: str = APPLICATION, **changes: Any) -> Appl
 
 @contextmanager
 def driving(folder: Path, source: str = APPLICATION, **changes: Any) -> Iterator[Driver]:
-    engine = make_engine(folder, source, **changes)
-    try:
+    with closing(make_engine(folder, source, **changes)) as engine:
         yield Driver(engine)
-    finally:
-        engine.close()
 
 
 ISOLATIONS = ["none", *(["require"] if find_bubblewrap() else [])]

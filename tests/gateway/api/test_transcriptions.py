@@ -195,8 +195,6 @@ async def test_a_bad_field_is_named(gateway, worker):
     most = LimitSettings.max_audio_segments
     worker.segment_ends = tuple(float(number) for number in range(1, most + 2))
     error = (await post(gateway)).json()["error"]
-    assert (error["param"], f"{most + 1} segments, at most {most}" in error["message"]) == (
-        "file",
-        True,
-    )
+    assert error["param"] == "file"
+    assert f"{most + 1} segments, at most {most}" in error["message"]
     assert not worker.requests

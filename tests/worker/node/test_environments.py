@@ -5,6 +5,7 @@ import hashlib
 import socket
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -71,11 +72,8 @@ def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolatio
     assert packages is not None
     own = {"packages": str(packages), "isolation": isolation}
     settings = ApplicationSettings(model=str(tmp_path / "package"), entry="app:Toy", **own)
-    engine = ApplicationEngine(settings)
-    try:
+    with closing(ApplicationEngine(settings)) as engine:
         assert Driver(engine).ask(0) == "hello"
-    finally:
-        engine.close()
     again = make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert again == packages
 

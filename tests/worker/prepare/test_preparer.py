@@ -113,12 +113,7 @@ async def test_an_image_scaled_to_other_sizes_is_another_image(preparing: Prepar
     ref = image("photo")
     preparing.names[ref.sha256.encode()] = "photo"
     preparing.engine.permits.release(4)
-    images = (
-        ref,
-        replace(ref, max_pixels=100),
-        replace(ref, max_pixels=100),
-        replace(ref, min_pixels=9),
-    )
+    images = (ref, *[replace(ref, max_pixels=100)] * 2, replace(ref, min_pixels=9))
     messages = (ChatMessage("user", (TextPart("hi"),)),)
     await preparing.preprocessor.prepare(make_request(images=images, messages=messages), "r")
     assert preparing.engine.order == ["photo"] * 3
