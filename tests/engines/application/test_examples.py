@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_a_script_counts_words(words):
 @long("applications")
 def test_the_built_in_model_writes_captions():
     driver = start("captioner")
-    try:
+    with closing(driver.engine):
         driver.add({"image": base64.b64encode(SAMPLE.read_bytes()).decode()}, is_streamed=True)
         *pieces, _ = lines_of(driver.finish())
         caption = "".join(piece["item"] for piece in pieces)
@@ -54,5 +55,3 @@ def test_the_built_in_model_writes_captions():
         code, message = driver.refused({"image": "no"})
         assert code is ErrorCode.TASK_FAILED
         assert message.startswith('send {"image": BASE64')
-    finally:
-        driver.engine.close()

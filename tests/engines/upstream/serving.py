@@ -1,7 +1,7 @@
 """Real servers, started as a worker starts them."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import httpx
 import pytest
@@ -23,11 +23,9 @@ def run_server(
             patch.setenv(name, value)
         server = ServerProcess(command_of(settings, dialect, port), dialect.environment)
     url = f"http://127.0.0.1:{port}"
-    try:
+    with closing(server):
         wait_until_healthy(url + dialect.health_path, server.check, settings.start_s)
         yield url, server
-    finally:
-        server.close()
 
 
 def wait_until_healthy(url: str, check: Callable[[], object], within_s: float) -> None:

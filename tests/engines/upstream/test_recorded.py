@@ -1,6 +1,7 @@
 """Streams of a real vLLM and SGLang, which `record.py` has written, give the answers that they give without streaming."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,8 @@ def ask(server: StandIn, checkpoint: Path, *streams: str) -> list[EngineOutput]:
     values = {"kind": "sglang", "model": str(checkpoint), "url": server.url}
     loaded = create_engine(values)
     assert loaded.card.max_model_len == 512  # as recorded
-    try:
+    with closing(loaded.engine):
         return answer(loaded.engine, CALL)
-    finally:
-        loaded.engine.close()
 
 
 def test_a_request_that_sglang_aborts_is_continued(server: StandIn, checkpoint: Path):
