@@ -157,10 +157,14 @@ class Translations(Surface):
         return FORM if is_form else super().body_type(context)
 
     def read(self, body: bytes, context: RequestContext) -> Any:
-        if self.body_type(context) == FORM:
-            fields = _fields(body, context.headers[b"content-type"])
-            body = encode(fields)
-        return super().read(body, context)
+        if self.body_type(context) != FORM:
+            return super().read(body, context)
+        fields = _fields(body, context.headers[b"content-type"])
+        url = fields.get("file")
+        if not isinstance(url, str):
+            return super().read(encode(fields), context)
+        # A large file is not encoded as JSON, which would block the event loop.
+        return replace(super().read(encode({**fields, "file": ""}), context), file=url)
 
     def plan(self, request: TranslationRequest, context: RequestContext, card: ModelCard) -> Plan:
         conversation = Conversation()
