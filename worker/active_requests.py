@@ -78,9 +78,7 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
 )
 #: Failures for which a canary is rolled back. Clients cause the others: by wrong input, and by the length of the answer or
 #: the time limit of a task. An application fails a task for its own faults and for wrong input alike.
-FAULTS_OF_VERSION = frozenset(
-    (ErrorCode.ENGINE_FAILURE, ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
-)
+VERSION_FAULTS = (ErrorCode.ENGINE_FAILURE, ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
 
 
 class _Draft(Struct):
@@ -214,7 +212,7 @@ def _publication(active: "ActiveRequest", events: Sequence[CallEvent]) -> Public
         publication = replace(publication, keep_s=active.call.task.keep_s)
     active.num_tokens += publication.num_new_tokens
     last = events[-1]
-    active.is_refused = isinstance(last, Failed) and last.code not in FAULTS_OF_VERSION
+    active.is_refused = isinstance(last, Failed) and last.code not in VERSION_FAULTS
     return publication
 
 

@@ -589,13 +589,9 @@ class Applications(DeployResource):
         active = history.active
         if active is None or history.candidate is not None:
             raise conflict("A new version is being rolled out: scale it when it is active.")
-        least, most = body.min_instances, body.max_instances
+        given = {name: value for name, value in asdict(body).items() if value is not None}
         try:
-            spec = replace(
-                active.spec,
-                min_instances=active.spec.min_instances if least is None else least,
-                max_instances=active.spec.max_instances if most is None else most,
-            )
+            spec = replace(active.spec, **given)
         except ValueError as error:
             raise invalid("min_instances", f"{error}") from None
         number = history.last.number + 1

@@ -188,10 +188,7 @@ class Resume:
 
     @asynccontextmanager
     async def _only_attempt(self, request_id: str) -> AsyncIterator[None]:
-        """One attempt at a time, over all gateways: others may choose another queue, or find a refused request.
-
-        An attempt that waits for longer than `_ATTEMPT_S` begins nevertheless. Raises: QueueUnavailable.
-        """
+        """One attempt at a time, over all gateways: others may choose another queue. Raises: QueueUnavailable."""
         lease, until = (
             (request_id, self.dispatcher.mailbox.gateway_id),
             time.monotonic() + _ATTEMPT_S,

@@ -56,13 +56,6 @@ def progress_after(*events: CallEvent) -> ChoiceProgress:
     return progress
 
 
-def test_tokens_pass_once_and_in_order():
-    progress = ChoiceProgress("r")
-    events = [delta(0, 1), delta(0, 1), delta(1, 2, 3), delta(1, 2, 3), delta(2, 3), delta(3, 4)]
-    passed = [event for event in events if progress.accept(event) is not None]
-    assert [event.token_ids for event in passed] == [(1,), (2, 3), (4,)]
-
-
 def test_a_later_attempt_supersedes_an_earlier_one_and_nothing_passes_after_the_end():
     progress = progress_after(Started("r", 1, Usage(1)), delta(0, 1))
     assert progress.accept(Started("r", 2, Usage(1))) is None
@@ -78,11 +71,12 @@ def counted(index: int, num_tokens: int, attempt: int = 1) -> Tokens:
     return Tokens("r", attempt, index, (), " word" * num_tokens, num_without_id=num_tokens)
 
 
-def test_tokens_without_ids_pass_once_and_in_order():
-    progress = ChoiceProgress("r")
-    events = [counted(0, 1), counted(0, 1), counted(1, 2), counted(2, 1), counted(3, 1)]
-    passed = [event for event in events if progress.accept(event) is not None]
-    assert passed == [events[0], events[2], events[4]]
+def test_tokens_with_and_without_ids_pass_once_and_in_order():
+    named = [delta(0, 1), delta(0, 1), delta(1, 2, 3), delta(1, 2, 3), delta(2, 3), delta(3, 4)]
+    others = [counted(0, 1), counted(0, 1), counted(1, 2), counted(2, 1), counted(3, 1)]
+    for events, passed in ((named, [0, 2, 5]), (others, [0, 2, 4])):
+        progress = ChoiceProgress("r")
+        assert [n for n, event in enumerate(events) if progress.accept(event)] == passed
     assert progress.accept(counted(5, 1)) is None
     assert progress.has_gap
     assert progress.accept(finished(4)) is not None

@@ -18,19 +18,13 @@ CHAT = make_body()
 AT_MOST_8 = (
     ("/v1/chat/completions", CHAT, "max_tokens"),
     ("/v1/chat/completions", CHAT, "max_completion_tokens"),
-    ("/v1/completions", PROMPT, "max_tokens"),
-    ("/v1/messages", CHAT, "max_tokens"),
+    ("/v1/completions", PROMPT, "max_tokens"),  # its own default is 16
+    ("/v1/messages", CHAT, "max_tokens"),  # required
     ("/v1/responses", INPUT, "max_output_tokens"),
     ("/api/chat", CHAT, "options.num_predict"),
     ("/api/generate", PROMPT, "options.num_predict"),
 )
-WITHOUT_LIMIT = (
-    ("/v1/chat/completions", CHAT),
-    ("/v1/completions", PROMPT),  # whose own default is 16
-    ("/v1/responses", INPUT),
-    ("/api/chat", {**CHAT, "options": {"num_predict": -1}}),
-    ("/api/generate", PROMPT),
-)
+UNLIMITED = ("/api/chat", {**CHAT, "options": {"num_predict": -1}})
 
 
 @pytest.fixture
@@ -63,7 +57,8 @@ async def test_a_longer_answer_than_the_key_allows_is_refused_by_the_fields_name
         assert refused.status_code == 400
         assert f"{field}: send at most 8" in refused.text
         assert len(team.worker.requests) == num_before
-    for path, body in WITHOUT_LIMIT:
+    without = [(path, body) for path, body, _ in AT_MOST_8 if path != "/v1/messages"]
+    for path, body in (*without, UNLIMITED):
         assert (await post(team, key, path, body)).status_code == 200
         assert max_tokens(team) == 8
     refused = await post(team, key, "/v1/completions", {**PROMPT, "min_tokens": 9})
