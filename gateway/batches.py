@@ -817,9 +817,7 @@ def _find_pause(answer: LineAnswer) -> float | None:
     """Seconds until a line is retried. None: the response is final."""
     if answer.status == 504:  # its deadline has passed
         return 1.0
-    if answer.status == 429 and b'"insufficient_quota"' in answer.body:
-        return None
-    if answer.status != 429 and answer.headers.get(b"x-should-retry") != b"true":
+    if answer.headers.get(b"x-should-retry") != b"true":
         return None
     return float(answer.headers.get(b"retry-after", b"1"))
 

@@ -77,8 +77,8 @@ class ApiError(Exception):
 
     @property
     def should_retry(self) -> bool:
-        """Whether the same request may succeed later."""
-        return self.retry_after_s is not None
+        """Whether the same request may soon succeed."""
+        return self.retry_after_s is not None and self.code != "insufficient_quota"
 
     def body(self) -> bytes:
         fields = ErrorFields(self.message, self.type, self.param, self.code)
@@ -96,7 +96,7 @@ class ApiError(Exception):
         headers: Headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % self.retry_after_s))
-        if self.should_retry or self.status >= 500:
+        if self.retry_after_s is not None or self.status >= 500:
             headers.append((b"x-should-retry", b"true" if self.should_retry else b"false"))
         if self.allow:
             headers.append((b"allow", self.allow.encode()))

@@ -131,6 +131,7 @@ async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     refused = await team.chat(key, 1)
     assert code(refused) == (429, "insufficient_quota", None)
     assert 0 < int(refused.headers["retry-after"]) <= 31 * 86400
+    assert refused.headers["x-should-retry"] == "false"
     shown = (await team.admin("GET", "/alice")).json()
     assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
 
