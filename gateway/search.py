@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from gateway.http.errors import ApiError, InvalidRequest, NotFound, unavailable
+from gateway.http.errors import ApiError, InvalidRequest, NotFound, conflict, unavailable
 from shared.search import Fault, Request
 from shared.settings.tree import SearchSettings
 
@@ -20,8 +20,8 @@ _CONNECT_S = 2.0
 RESTART_S, MAX_RETRY_S = 5.0, 30.0
 _unavailable = partial(unavailable, "search", "The vector stores are")
 _CODES = {
-    "conflict": "model_changed", "read_only": "store_read_only", "full": "store_full",
-    "too_large": "request_too_large", "invalid": "invalid_value",
+    "conflict": "model_changed", "full": "store_full", "too_large": "request_too_large",
+    "invalid": "invalid_value",
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -76,6 +76,8 @@ def to_error(fault: Fault, name: Callable[[str], str | None] | None = None) -> A
     param: Any = (name(fault.param) if name else fault.param) or None
     if fault.code == "not_found":
         return NotFound(fault.message, param=fault.param, code="not_found")
+    if fault.code == "read_only":
+        return conflict(fault.message, code="store_read_only")
     if (code := _CODES.get(fault.code)) is None:
         return _unavailable()
     return InvalidRequest(fault.message, param=param, code=code)
