@@ -588,7 +588,7 @@ def check_images(
         if kind == "image" and task != "generate":
             most = limits.max_input_images
         if len(given) > most:
-            problem = f"send at most {most} {medium.plural}"
+            problem = f"send at most {most} {medium.plural} in all"
             raise invalid(given[most].param, problem, code="too_many_images")
 
 
