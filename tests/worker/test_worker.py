@@ -85,8 +85,7 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
             assert failed.message
         assert isinstance((await answers.end(await ends.enqueue()))[-1], Finished)
         running.engine.prepare = Mock(side_effect=RuntimeError("a bug"))
-        [failed] = await answers.end(await ends.enqueue())
-        assert failed.code is ErrorCode.ENGINE_FAILURE
+        assert (await answers.end(await ends.enqueue()))[0].code is ErrorCode.ENGINE_FAILURE
         await until_equal(counts, (1, 1))  # a rollout counts what is the version's fault
     assert await ends.num_open() == 0
     await store.close()
