@@ -84,10 +84,9 @@ def read_figures(path: Path) -> Figures:
     """Raises: NoFigures."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Figures)
-    except OSError as error:
-        raise NoFigures(f"{path}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
-        raise NoFigures(f"{path}: {error}") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise NoFigures(f"{path}: {problem}") from None
 
 
 def write_figures(path: Path, part: FleetFigures | EngineFigures) -> None:

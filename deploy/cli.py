@@ -211,8 +211,7 @@ def app(
     watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
 ) -> None:
     """Show a deployment: its generations, instances and events."""
-    pause_s = 1.0 if watch else None
-    commands().run_app(connect(url, api_key), name, output, pause_s)
+    commands().run_app(connect(url, api_key), name, output, 1.0 if watch else None)
 
 
 def logs(

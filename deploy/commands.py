@@ -43,7 +43,7 @@ from shared.packages.deployments import (
 from shared.packages.garbage import blobs_of, collect, hold
 from shared.packages.manifest import MANIFEST_TYPE, BadPackage, Manifest, config_bytes, digest_of
 from shared.packages.signature import BadSignature, sign
-from shared.packages.store import PackageStore, Report, StoreError, ignore, open_store
+from shared.packages.store import PackageStore, Report, StoreError, open_store
 from shared.settings import is_loopback
 
 ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as in Flame
@@ -185,10 +185,9 @@ def run_deploy(
             body["signature"] = sign(signing_key, digest)
         with _uploaded(packed, client, store_url):
             found = client.call("PUT", f"/{name}", body)
-    except BadSignature as error:
-        raise CommandFailed(str(error), PACKAGING) from None
-    except CannotRender as error:
-        raise CommandFailed(str(error), ARGUMENTS) from None
+    except (BadSignature, CannotRender) as error:
+        code = PACKAGING if isinstance(error, BadSignature) else ARGUMENTS
+        raise CommandFailed(str(error), code) from None
     finally:
         packed.unpacked.close()
     console.print(f"{name}: generation {found['generation']}, {digest}", soft_wrap=True)
@@ -277,13 +276,14 @@ class GatewayStore:
         """See `FileStore.size`."""
         return self._there.get(digest)
 
-    def put(self, digest: str, file: IO[bytes], report: Report = ignore) -> None:
+    def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
         """See `FileStore.put`; resumes after a broken connection. Raises: ApiFailed."""
         size = file.seek(0, os.SEEK_END)
         start = self._starts.get(digest, 0)
         for is_last in (*[False] * (_TRIES - 1), True):
             file.seek(start)
-            report(start)
+            if report is not None:
+                report(start)
             try:
                 sent = self._send(digest, file, start, size, report)
                 if sent.status_code != 409 or is_last:
@@ -294,15 +294,17 @@ class GatewayStore:
                     raise
             else:
                 start = self._start(digest)
-            report(-file.tell())
+            if report is not None:
+                report(-file.tell())
 
     def _send(
-        self, digest: str, file: IO[bytes], start: int, size: int, report: Report
+        self, digest: str, file: IO[bytes], start: int, size: int, report: Report | None
     ) -> httpx.Response:
         def pieces() -> Iterator[bytes]:
             while piece := file.read(_PIECE_BYTES):
                 yield piece
-                report(len(piece))
+                if report is not None:
+                    report(len(piece))
 
         headers = {"content-length": str(size - start), "content-type": "application/octet-stream"}
         if start:

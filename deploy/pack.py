@@ -32,7 +32,7 @@ from shared.packages.manifest import (
     digest_of_file,
     make_manifest,
 )
-from shared.packages.store import Report, ignore
+from shared.packages.store import Report
 from shared.settings import SettingsError
 
 #: Folders and files of development tools, which are not packed.
@@ -62,7 +62,7 @@ def pack(
     engine: Mapping[str, str] | None = None,
     entry: str = "",
     command: Sequence[str] = (),
-    report: Report = ignore,
+    report: Report | None = None,
 ) -> Packed:
     """Build the package of a path or hub id. Raises: BadPackage."""
     path = Path(application).expanduser()
@@ -255,7 +255,7 @@ def _find_application(files: Mapping[str, Path]) -> str:
 
 
 def _hash(
-    config: PackageConfig, files: Mapping[str, Path], report: Report
+    config: PackageConfig, files: Mapping[str, Path], report: Report | None
 ) -> tuple[Manifest, dict[str, Path]]:
     """The manifest, and the files by digest. Hashes with a thread per processor. Raises: BadPackage."""
     for name in files:
@@ -269,7 +269,8 @@ def _hash(
         digest = digest_of_file(path)
         if path.stat().st_mtime_ns != before.st_mtime_ns or path.stat().st_size != before.st_size:
             raise BadPackage(f"{name}: changed while it was read; try again")
-        report(before.st_size)
+        if report is not None:
+            report(before.st_size)
         is_executable = config.kind != "model" and bool(before.st_mode & 0o111)
         return Layer(name, digest, before.st_size, is_executable)
 

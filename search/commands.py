@@ -563,13 +563,9 @@ def run_load(directory: Path, name: str, url: str, model: str, api_key: str | No
     manifest = index.manifest
     store = find_store(client, name)
     if store is None:
-        body = {
-            "name": name,
-            "embedding_model": model or manifest.model,
-            "dimensions": manifest.dimensions,
-            "prompt": manifest.prompt,
-            "query_prompt": manifest.query_prompt,
-        }
+        same = ("dimensions", "prompt", "query_prompt")
+        body = {field: getattr(manifest, field) for field in same}
+        body |= {"name": name, "embedding_model": model or manifest.model}
         store = client.ask("POST", _STORES, body, TRIES)
     if store["embedding_digest"] != manifest.digest and store["embedding_digest"]:
         raise EmbedError(

@@ -23,8 +23,7 @@ SUFFIX = ".part"
 _MOVES = 100
 
 Read = Callable[[int], Iterable[bytes]]  #: returns the bytes from an offset to the end
-Report = Callable[[int], object]  #: called with the number of bytes done
-ignore: Report = lambda _: None  # noqa: E731
+Report = Callable[[int], None]  #: called with the number of bytes done
 SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
@@ -82,7 +81,7 @@ class ResumableFile:
             self.path.unlink(missing_ok=True)
         os.close(self._file)
 
-    def fill(self, read: Read, report: Report = ignore) -> None:
+    def fill(self, read: Read, report: Report | None = None) -> None:
         """Append the bytes of `read(size)`. If the digest is wrong after a resume, write the whole file again.
 
         Raises: BadBlob, OSError, and what `read` raises.
@@ -90,7 +89,8 @@ class ResumableFile:
         was_there = self.size
         self._write(read, report)
         if was_there and not self._is_right:
-            report(-self.size)
+            if report is not None:
+                report(-self.size)
             os.ftruncate(self._file, 0)
             os.lseek(self._file, 0, os.SEEK_SET)
             self.size, self._found = 0, hashlib.sha256()
@@ -101,15 +101,17 @@ class ResumableFile:
     def _is_right(self) -> bool:
         return f"sha256:{self._found.hexdigest()}" == self._digest
 
-    def _write(self, read: Read, report: Report) -> None:
-        report(self.size)
+    def _write(self, read: Read, report: Report | None) -> None:
+        if report is not None and self.size:
+            report(self.size)
         for piece in read(self.size):
             self._found.update(piece)
             self.size += len(piece)
             rest = memoryview(piece)
             while rest:
                 rest = rest[os.write(self._file, rest) :]
-            report(len(piece))
+            if report is not None:
+                report(len(piece))
 
     def move(self, target: Path, mode: int = 0o644) -> None:
         """Sync the file and rename it to `target`. Raises: OSError."""
@@ -205,7 +207,9 @@ class FileStore:
         except OSError:
             return 0
 
-    def put(self, digest: str, file: IO[bytes], report: Report = ignore, start: int = 0) -> None:
+    def put(
+        self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
+    ) -> None:
         """Store a complete blob. Raises: BadBlob.
 
         If the file is seekable, the upload resumes after the stored part. Otherwise the file begins at byte `start`;
@@ -353,7 +357,9 @@ class ObjectStore:
         """See `FileStore.partial`: a bucket's partial uploads cannot be read."""
         return 0
 
-    def put(self, digest: str, file: IO[bytes], report: Report = ignore, start: int = 0) -> None:
+    def put(
+        self, digest: str, file: IO[bytes], report: Report | None = None, start: int = 0
+    ) -> None:
         if start:
             raise WrongStart(f"0 bytes of {digest} are stored; restart the upload")
         found = hashlib.sha256()
@@ -361,7 +367,8 @@ class ObjectStore:
         def pieces() -> Iterator[bytes]:
             while piece := file.read(PIECE_BYTES):
                 found.update(piece)
-                report(len(piece))
+                if report is not None:
+                    report(len(piece))
                 yield piece
             # Inside the upload: an error leaves no object.
             _compare(digest, found)

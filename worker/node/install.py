@@ -109,7 +109,7 @@ def install(
             logger.warning("%s was changed and is installed again", folder)
         if not folder.is_dir():
             layers = {layer.digest: layer for layer in manifest.layers}
-            cache.make_room(_size(_find_missing(layers, cache)), layers)
+            cache.make_room(sum(layer.size for layer in _find_missing(layers, cache)), layers)
             with cache.filling():
                 _fetch_all(store, _find_missing(layers, cache), cache.folder, uses or Uses())
                 _link(manifest, cache.folder, folder)
@@ -143,16 +143,12 @@ def _is_intact(manifest: Manifest, folder: Path, cache: Cache) -> bool:
         return all(threads.map(cache.has_content, layers, layers.values()))
 
 
-def _size(layers: Sequence[Layer]) -> int:
-    return sum(layer.size for layer in layers)
-
-
 def _fetch_all(store: PackageStore, missing: Sequence[Layer], cache: Path, uses: Uses) -> None:
     blobs = cache / "blobs"
     blobs.mkdir(parents=True, exist_ok=True)
     blobs.chmod(0o755)
     free = shutil.disk_usage(blobs).free
-    if (needed := _size(missing) + RESERVE_BYTES) > free:
+    if (needed := sum(layer.size for layer in missing) + RESERVE_BYTES) > free:
         raise InstallError(
             f"the package and a reserve need {needed / 1e9:.2f} GB in {cache}, and {free / 1e9:.2f} GB are free"
         )

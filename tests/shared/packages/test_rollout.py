@@ -32,10 +32,15 @@ class World:
     stopping: str = ""  #: a node
 
     def deploy(
-        self, digest: str, spec: Spec = SPEC, environment: Environment = Environment()
+        self,
+        digest: str,
+        spec: Spec = SPEC,
+        environment: Environment = Environment(),
+        seconds: int = 0,
     ) -> Generation:
         new = Generation("n", self.app.number + 1, digest, spec, environment=environment)
         self.app = rollout.admit(self.app, new, self.now)
+        self.run(seconds)
         return new
 
     def nodes(self) -> dict[str, NodeRecord]:
@@ -97,7 +102,9 @@ class World:
                 report = SlotReport("n", slot.id, slot.digest, "starting", "fetch")
                 self.running[slot.id] = (name, report)
 
-    def run(self, seconds: int) -> None:
+    def run(self, seconds: int, loads: dict[str, Load] | None = None) -> None:
+        """`loads`: from now on."""
+        self.loads = self.loads if loads is None else loads
         for _ in range(seconds):
             self.step()
 
@@ -120,8 +127,7 @@ class World:
 def world() -> World:
     """With version A active."""
     world = World()
-    world.deploy(A)
-    world.run(10)
+    world.deploy(A, seconds=10)
     assert world.active == A
     world.least_ready = 1_000_000
     return world
@@ -138,8 +144,7 @@ def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: Wor
     world.run(20)
     assert world.active == new.version
     assert world.num_ready(new.version) == world.num_ready(A) == 1
-    world.loads = {}
-    world.run(10)
+    world.run(10, {})
     assert not world.app.of(A)
     assert not world.app.retiring
     assert world.least_ready >= 1
@@ -152,8 +157,7 @@ def test_a_version_that_does_not_start_is_rolled_back_and_the_old_one_never_stop
     world: World, how: str, says: str
 ):
     world.behaviour = {B: "fetches"}  # without a time limit
-    world.deploy(B)
-    world.run(90)
+    world.deploy(B, seconds=90)
     assert not world.outcomes[1:]
     world.behaviour = {B: how}
     world.run(90)
@@ -193,33 +197,27 @@ def test_failed_starts_are_tried_again_with_growing_pauses(world: World):
 def test_a_canary_that_fails_more_than_the_old_version_is_rolled_back(
     world: World, new: Load, old: Load, is_kept: bool
 ):
-    world.deploy(B, replace(SPEC, canary=0.5))
-    world.run(10)
-    world.loads = {A: old, B: new}
-    world.run(5)
+    world.deploy(B, replace(SPEC, canary=0.5), seconds=10)
+    world.run(5, {A: old, B: new})
     assert (world.app.state == "canary") is is_kept
     assert world.active == A
 
 
 def test_a_canary_that_crashes_is_rolled_back(world: World):
-    world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0))
-    world.run(10)
+    world.deploy(B, replace(SPEC, canary=0.5, retry_limit=0), seconds=10)
     world.fail(B, message="OOM")
-    world.loads = {B: Load(num_open=3)}
-    world.run(3)
+    world.run(3, {B: Load(num_open=3)})
     assert world.outcomes[-1][1].message == "serve: OOM"
     assert world.active == A
     world.run(7)
     assert world.num_ready(B) == 1  # what it was asked is answered, if that can be
-    world.loads = {}
-    world.run(20)
+    world.run(20, {})
     assert not world.app.of(B)
 
 
 def test_a_canary_that_served_for_long_may_start_again(world: World):
     world.behaviour = {B: "start"}
-    world.deploy(B, replace(SPEC, canary=0.5))
-    world.run(9)
+    world.deploy(B, replace(SPEC, canary=0.5), seconds=9)
     world.behaviour = {}
     world.run(70)
     world.fail(B)
@@ -244,8 +242,7 @@ def test_other_nodes_start_the_instances_of_a_node_that_stops_while_it_finishes(
 
 def test_rollback_in_the_middle_of_an_update(world: World):
     for digest in (B, A, C):
-        world.deploy(digest)
-        world.run(2)
+        world.deploy(digest, seconds=2)
     world.run(40)
     assert world.active == C
     assert world.num_ready(C) == 1
@@ -266,12 +263,10 @@ def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
     world.loads = {A: Load(num_open=4, age_s=0.1)}  # busy but keeping up
     world.run(60)
     assert world.app.desired == 4
-    world.loads = {}
-    world.run(120)
+    world.run(120, {})
     assert world.app.desired == 0
     assert not world.app.slots
-    world.loads = {A: Load(num_open=1, age_s=0.5)}
-    world.run(4)
+    world.run(4, {A: Load(num_open=1, age_s=0.5)})
     assert world.num_ready(A) == 1
 
 
@@ -283,8 +278,7 @@ def test_open_sessions_raise_and_lower_the_number_of_instances(world: World):
         (Load(num_open=50, age_s=50, min_instances=1, max_instances=2), 2),
         (Load(num_open=50, age_s=50), 4),
     ):
-        world.loads = {A: load}
-        world.run(20)
+        world.run(20, {A: load})
         assert world.num_ready(A) == expected
 
 
@@ -297,8 +291,7 @@ def test_open_sessions_raise_and_lower_the_number_of_instances(world: World):
 )
 def test_what_fits_nowhere_waits_and_says_so(world: World, needed, room, says):
     world.rooms["one"] = room
-    world.deploy(B, replace(SPEC, resources=needed))
-    world.run(30)
+    world.deploy(B, replace(SPEC, resources=needed), seconds=30)
     before = world.app
     world.run(600)
     assert says in world.app.message
@@ -314,14 +307,11 @@ def test_what_fits_nowhere_waits_and_says_so(world: World, needed, room, says):
 def test_idle_instances_of_the_old_version_make_room_for_the_new_one(world: World):
     world.rooms["one"] = Resources(2)
     world.deploy(A, replace(SPEC, min_instances=0, max_instances=2, idle_s=10))
-    world.loads = {A: Load(num_open=9, age_s=5)}
-    world.run(10)
+    world.run(10, {A: Load(num_open=9, age_s=5)})
     assert world.num_ready(A) == 2
-    world.deploy(B, replace(SPEC, max_instances=1))
-    world.run(30)
+    world.deploy(B, replace(SPEC, max_instances=1), seconds=30)
     assert world.num_ready(A) == 2  # it has work
-    world.loads = {}
-    world.run(30)
+    world.run(30, {})
     assert world.active == B
     assert world.num_ready(B) == 1
 
@@ -353,8 +343,7 @@ def test_slots_of_a_node_that_may_be_cut_off_stay(world: World):
 
 def test_an_instance_that_still_loads_is_taken_over_again_and_not_loaded_twice(world: World):
     world.behaviour = {B: "loads"}
-    world.deploy(B)
-    world.run(3)
+    world.deploy(B, seconds=3)
     [(number, (node, report))] = [(n, r) for n, r in world.running.items() if r[1].digest == B]
     del world.rooms["one"]
     world.run(1)  # its slot is freed
@@ -365,8 +354,7 @@ def test_an_instance_that_still_loads_is_taken_over_again_and_not_loaded_twice(w
 
 
 def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World):
-    world.deploy(B)
-    world.run(10)
+    world.deploy(B, seconds=10)
     assert world.active == B
     for _ in range(SPEC.retry_limit + 1):
         assert not rollout.is_failing(world.app, world.now)
@@ -381,8 +369,7 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
     world.run(20)
     assert world.active == A
     assert world.num_ready(B) == 1  # for what is in its queue
-    world.loads = {}
-    world.run(20)
+    world.run(20, {})
     assert not world.app.of(B)
     for _ in range(SPEC.retry_limit + 1):
         world.fail(A, "ready")
@@ -400,8 +387,7 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
 )
 def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, crashes, is_failing):
     assert SPEC.retry_limit == 3
-    world.deploy(B)
-    world.run(10)
+    world.deploy(B, seconds=10)
     for tenants in crashes:
         world.fail(B, "ready", tenants=tenants)
         world.run(15)
@@ -418,8 +404,7 @@ def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
     wanted = Generation("n", 2, B, spec, environment=environment)
     world.behaviour = {wanted.version: "start" if phase == "starting" else "works"}
     world.rooms["two"] = Resources(8)
-    world.deploy(B, spec, environment=environment)
-    world.run(3)
+    world.deploy(B, spec, environment=environment, seconds=3)
     assert world.app.of(wanted.version)
     del world.rooms["two"]
     world.running = {slot: told for slot, told in world.running.items() if told[0] != "two"}
@@ -437,8 +422,7 @@ def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
 
 def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):
     value = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
-    world.deploy(A, environment=Environment(secrets={"X": value}))
-    world.run(10)
+    world.deploy(A, environment=Environment(secrets={"X": value}), seconds=10)
     shown = [world.app.message, *(event.text for event in world.app.events)]
     assert any("looks like a value" in text for text in shown)
     assert not any(value in text for text in shown)
@@ -464,8 +448,7 @@ def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
 def test_an_old_version_finishes_its_queue_for_a_limited_time(world: World, load: Load):
     """Also if its instance was lost. While a shard may have requests, the version is not forgotten."""
     world.loads = {A: load}
-    world.deploy(B)
-    world.run(10)
+    world.deploy(B, seconds=10)
     if load.num_open:
         world.fail(A)
     world.run(570)
