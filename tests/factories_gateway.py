@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -73,6 +74,11 @@ TEXT_BODIES: dict[str, dict[str, Any]] = {
     "/api/chat": {"messages": HELLO, "stream": False},
     "/api/generate": {"prompt": "hello", "stream": False},
 }
+
+
+def content_of(stream: str) -> str:
+    """The text of a stream of chunks."""
+    return "".join(re.findall(r'"content":"([^"]+)"', stream))
 
 
 def make_body(content: str | list[dict[str, Any]] = "hello", **changes: Any) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from tests.config.redis_with_users import FOLDER, RedisWithUsers, run_redis
 from tests.factories_gateway import (
     CHAT,
     RunningGateway,
+    content_of,
     make_body,
     make_settings,
     run_gateway_on_socket,
@@ -94,10 +95,6 @@ async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process
 def ask_about_an_image(**changes) -> dict:
     content = [image_part(data_url()), {"type": "text", "text": "What is it?"}]
     return make_body(content, **{"model": MODEL, "ignore_eos": True, **changes})
-
-
-def content_of(stream: str) -> str:
-    return "".join(re.findall(r'"content":"([^"]+)"', stream))
 
 
 async def follow(gateway: RunningGateway, has_begun: asyncio.Event) -> str:

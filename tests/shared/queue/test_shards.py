@@ -1,7 +1,6 @@
 """Shards of one queue: where requests are placed, limits of tenants, and shards that are down."""
 
 import asyncio
-import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, ExitStack
@@ -33,6 +32,7 @@ from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
 from tests.factories_gateway import (
     CHAT,
+    content_of,
     make_body,
     make_settings,
     run_gateway_on_socket,
@@ -42,10 +42,6 @@ from tests.factories_queue import MODEL, make_request
 from tests.waiting import until
 
 NAMES = "abcd"
-
-
-def content_of(stream: str) -> str:
-    return "".join(re.findall(r'"content":"([^"]+)"', stream))
 
 
 @pytest.fixture(scope="module")

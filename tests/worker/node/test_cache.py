@@ -3,8 +3,6 @@
 import os
 from pathlib import Path
 
-import pytest
-
 from shared.packages.manifest import digest_of
 from shared.packages.store import FileStore
 from tests.worker.node.test_install import add
@@ -13,11 +11,6 @@ from worker.node.install import install
 
 SHARED = b"shared" * 100
 SIZE = 1000  #: of each version's own file
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
 
 
 def version(store: FileStore, name: str) -> str:

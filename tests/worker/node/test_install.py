@@ -18,11 +18,6 @@ FILES = {"config.json": b"{}", "sub/weights.safetensors": b"weights" * 1000, "bi
 FILES["run.txt"] = FILES["bin/run"]
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
-
-
 def add(store: FileStore, files: dict[str, bytes], **engine: str) -> str:
     layers = []
     for path, data in sorted(files.items()):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shared.packages.deployments import version_name
-from shared.packages.store import FileStore
 from shared.protocol import ModelCard
 from shared.queue.registry import Registry
 from tests.waiting import until
@@ -35,11 +34,6 @@ def started(folder: Path, package: str, **variables: str) -> Iterator["subproces
     finally:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> FileStore:
-    return FileStore(tmp_path / "store")
 
 
 async def test_a_worker_serves_the_version_of_its_package_until_it_is_stopped(

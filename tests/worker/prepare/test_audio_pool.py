@@ -1,7 +1,6 @@
 """Untrusted audio becomes one channel at the requested rate, or an error; the next file is decoded either way."""
 
 import io
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from itertools import pairwise
 
@@ -21,12 +20,6 @@ from worker.prepare.video_pool import VideoPool
 
 RATE = 16_000
 BAD = [name for name, (_, _, problem) in SOUNDS.items() if problem]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[VideoPool]:
-    with closing(VideoPool(1, LimitSettings())) as pool:
-        yield pool
 
 
 def decode(pool: VideoPool, data: bytes, media_type: str) -> tuple[AudioInfo, np.ndarray]:

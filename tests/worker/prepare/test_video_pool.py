@@ -1,7 +1,6 @@
 """Untrusted videos become frames at the requested times, or an error; the next video is decoded either way."""
 
 import io
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from fractions import Fraction
@@ -25,12 +24,6 @@ from tests.fuzzing import num_examples, takes_its_time
 from worker.prepare.video_pool import VideoPool
 
 BAD = [name for name, (_, _, problem) in CLIPS.items() if problem]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[VideoPool]:
-    with closing(VideoPool(1, LimitSettings())) as pool:
-        yield pool
 
 
 def decode(
