@@ -192,12 +192,6 @@ def connect(url: str, key: str | None) -> "Client":
     return Client(url, key)
 
 
-def _change(
-    url: str, key: str | None, method: str, path: str, body: dict[str, Any] | None, wait: float = 0
-) -> None:
-    commands().run_change(connect(url, key), method, path, body, wait)
-
-
 def apps(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:
     """List the deployments."""
     commands().run_apps(connect(url, api_key), output)
@@ -229,7 +223,7 @@ def logs(
 
 def promote(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
     """Make the canary the active version."""
-    _change(url, api_key, "POST", f"/{name}:promote", {})
+    commands().run_change(connect(url, api_key), "POST", f"/{name}:promote", {})
 
 
 def rollback(
@@ -244,7 +238,7 @@ def rollback(
 ) -> None:
     """Roll back the candidate; without a candidate, roll back to the previous version."""
     body = {} if to is None else {"generation": to}
-    _change(url, api_key, "POST", f"/{name}:rollback", body, wait)
+    commands().run_change(connect(url, api_key), "POST", f"/{name}:rollback", body, wait)
 
 
 def scale(
@@ -259,7 +253,7 @@ def scale(
     body = {name: value for name, value in given.items() if value is not None}
     if not body:
         raise typer.BadParameter("give --min, --max or both")
-    _change(url, api_key, "POST", f"/{name}:scale", body)
+    commands().run_change(connect(url, api_key), "POST", f"/{name}:scale", body)
 
 
 def route(
@@ -284,7 +278,7 @@ def route(
 
 def undeploy(name: Name, url: Url = URL, api_key: DeployKey = None) -> None:
     """Remove a deployment; waiting requests are still answered."""
-    _change(url, api_key, "DELETE", f"/{name}", None)
+    commands().run_change(connect(url, api_key), "DELETE", f"/{name}", None)
 
 
 def nodes(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> None:

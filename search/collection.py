@@ -26,6 +26,7 @@ from shared.packages.store import place
 from shared.search import Attributes, Filter, Hit, Item, SearchError, refuse
 
 MANIFEST = "manifest.json"
+PARTIAL = ".partial"  #: ending of a file that is being written
 #: Filters whose matching rows are cached.
 _MASKS = 16
 FORMAT = 1
@@ -96,7 +97,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically, and sync it."""
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(path.name + PARTIAL)
     with partial.open("wb") as file:
         file.write(data)
         file.flush()

@@ -29,6 +29,7 @@ from engines.packages.resolve import BUILT_IN
 from engines.registry import find_kind
 from search.collection import (
     MANIFEST,
+    PARTIAL,
     BadCollection,
     FlatIndex,
     Manifest,
@@ -245,7 +246,7 @@ def open_output(directory: Path) -> None:
     except (FileExistsError, NotADirectoryError):
         raise EmbedError(f"{directory} is a file: give a directory with --output") from None
     is_begun = (directory / MANIFEST).exists() or (directory / PLAN).exists()
-    if not is_begun and any(directory.iterdir()):
+    if not is_begun and any(path.suffix != PARTIAL for path in directory.iterdir()):
         raise EmbedError(f"{directory} is not empty: name a new directory")
 
 

@@ -66,6 +66,8 @@ def test_a_run_that_was_cut_goes_on_after_its_last_part(tmp_path, inputs, embedd
         if num_done == 47:
             raise Cut
 
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "embedding.json.partial").touch()  # of a full disk
     reported, options = [], {"part_items": 20, "batch_items": 7}
     with pytest.raises(Cut):
         embed([inputs], tmp_path / "out", embedder, **options, report=cut)

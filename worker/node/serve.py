@@ -254,7 +254,7 @@ def create_node(
         workers.append(Child("search", ["search-node"], environment))
     gateway = Child("gateway", ["gateway"], gateway_environment, must_start=True)
     drain_s = max(settings.gateway.drain_s, settings.worker.drain_s)
-    ready = partial(wait_until_served, settings, 1 + len(also))
+    ready = partial(wait_until_served, settings, 1 + len(also), search)
     return Node([*workers, gateway], ready, drain_s + GRACE_S)
 
 
@@ -287,10 +287,12 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
         raise SettingsError(str(error)) from None
 
 
-async def wait_until_served(settings: Settings, num_models: int) -> list[dict[str, Any]]:
+async def wait_until_served(
+    settings: Settings, num_models: int, search: bool = False
+) -> list[dict[str, Any]]:
     """Wait until this many models have workers, and show the progress; returns them, the newest first.
 
-    Deployments and adapters do not count.
+    Deployments and adapters do not count. `search`: wait for the search process too.
     """
     keys = [*settings.gateway.api_keys, *settings.gateway.deploy_keys]
     headers = {"authorization": f"Bearer {keys[0].get_secret_value()}"} if keys else {}
@@ -302,6 +304,8 @@ async def wait_until_served(settings: Settings, num_models: int) -> list[dict[st
                 models: list[dict[str, Any]] = []
                 with suppress(httpx.HTTPError):  # the gateway starts, or it or Redis is busy
                     if (await client.get("/readyz?workers=1")).is_success:
+                        if search:
+                            (await client.get("/v1/vector_stores")).raise_for_status()
                         listing = (await client.get("/v1/models")).raise_for_status()
                         models = [
                             model

@@ -63,16 +63,20 @@ async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_mode
     one, two = listed("one"), listed("two")
     answers = [(503, []), (200, OTHERS), (200, [*OTHERS, one]), (200, [one, *OTHERS, two])]
     answers = answers[: num_models + 2]
+    searches = [503, *(200 for _ in answers)]  # the search process starts meanwhile
 
     def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/vector_stores":
+            return httpx.Response(searches.pop(0))
         status, models = answers.pop(0) if request.url.path == "/v1/models" else (200, [])
         return httpx.Response(status, json={"data": models})
 
     client = partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
     monkeypatch.setattr("worker.node.serve.httpx.AsyncClient", client)
     async with asyncio.timeout(60):
-        models = await wait_until_served(make_settings(), num_models)
-    assert ([model["id"] for model in models], answers) == (["one", "two"][:num_models], [])
+        models = await wait_until_served(make_settings(), num_models, search=True)
+    assert [model["id"] for model in models] == ["one", "two"][:num_models]
+    assert answers == searches == []
 
 
 @pytest.mark.parametrize(
