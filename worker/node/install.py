@@ -245,6 +245,7 @@ def make_packages(
 
 def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: Uses) -> None:
     """Run pip. Stops when the instance stops. Raises: InstallError, OSError."""
+    named = LOCK if LOCK in arguments else WHEELS
     environment = plain_environment(HUB_SECRETS | hidden, ("PIP_",))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
@@ -256,9 +257,9 @@ def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: U
         try:
             while process.poll() is None:
                 if uses.is_over:
-                    raise InstallError(f"{LOCK}: the installation was interrupted")
+                    raise InstallError(f"{named}: the installation was interrupted")
                 if time.monotonic() > give_up_at:
-                    raise InstallError(f"{LOCK}: not installed within {_WITHIN_S:g} s")
+                    raise InstallError(f"{named}: not installed within {_WITHIN_S:g} s")
                 time.sleep(_POLL_S)
         finally:
             process.kill()
@@ -267,7 +268,7 @@ def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: U
         lines = [line for line in log.read().splitlines() if line.strip()] or ["pip failed"]
     if process.returncode:
         said = next((line for line in lines if line.startswith("ERROR")), lines[-1])
-        raise InstallError(f"{LOCK}: {said[:300]}")
+        raise InstallError(f"{named}: {said[:300]}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
