@@ -20,6 +20,7 @@ from engines.core.runner import NO_LIMITS, PixelLimits
 from engines.packages.checkpoint_json import read_json
 from engines.text.chat_template import LLAVA_TEMPLATE, PLAIN_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
+from engines.text.tokenizer import readable
 from shared.protocol import FRAMES_TYPE
 
 _TICKS_PER_S = 2**16  #: of a file, so that a server's floats of times are exact
@@ -148,6 +149,7 @@ def to_wav(audio: OpenAudio) -> MediaFile:
     return MediaFile("audio", f"data:audio/wav;base64,{b64encode(file).decode()}")
 
 
+@readable()
 def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, str]]:
     """Id and text of the template's token for each kind of media that the model takes. Raises: UnsupportedCheckpoint."""
     config = read_json(directory / "config.json")
@@ -157,8 +159,7 @@ def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, st
     for kind, names in _TOKEN_FIELDS.items():
         ids = [found for name in names if isinstance(found := config.get(name), int)]
         found = [i for i in ids if spelled.get(i) and spelled[i] in template]
-        if kind == "image" and not found:  # a template of text alone
-            found = ids
+        found = found or (ids if kind == "image" else [])  # a template of text alone
         if found:
             tokens[kind] = found[0], spelled.get(found[0], "")
     return tokens

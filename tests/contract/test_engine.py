@@ -554,9 +554,8 @@ def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case)
     other = generating.start()
     add(other, replace(call, output_token_ids=tuple(whole.token_ids[:3])), *images)
     rest = Transcript(3)
-    while other.has_work():
-        for output in other.step():
-            rest.append(output)
+    for output in asking.run(other):
+        rest.append(output)
     assert rest.token_ids == whole.token_ids[3:]
 
 

@@ -17,6 +17,7 @@ from engines.torch_backend.loading.stored_tensors import list_tensors
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 from engines.torch_backend.models.hf_config import read_fields
 from engines.torch_backend.models.registry import find_family
+from engines.upstream.media import find_media_tokens
 from tests.engines.torch_backend.models.family_table import named, write_checkpoint
 from tests.long import few
 
@@ -43,8 +44,7 @@ def change(file: Path, path: str, value: Any) -> None:
 def look_at(directory: Path) -> None:
     """All that the loader does before it reads weights."""
     family, config = find_family(directory)
-    multimodal = family.processor(directory, config)
-    create_processor(directory, multimodal)
+    create_processor(directory, family.processor(directory, config))
     detect(read_fields(directory))
     list_tensors(directory)
 
@@ -160,6 +160,9 @@ def test_a_field_that_cannot_be(file: str, path: str, value: Any, words: str, ti
     sentence = refusal(tiny)
     assert "tokenizer" in sentence if file == "tokenizer.json" else file in sentence
     assert words in sentence
+    if path == "added_tokens":  # read for a server of another engine too
+        with pytest.raises(UnsupportedCheckpoint, match=r"tokenizer\.json"):
+            find_media_tokens(tiny, "")
 
 
 def _hold(kind: str, num_bytes: int) -> Callable[[Path], object]:
