@@ -24,7 +24,7 @@ def shown(value: Any) -> str:
     return _repr.repr(value)
 
 
-def one_line(error: Exception | str) -> str:
+def one_line(error: BaseException | str) -> str:
     """An error's message on one line, at most 300 characters."""
     return " ".join(str(error).split())[:300]
 

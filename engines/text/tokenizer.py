@@ -180,7 +180,7 @@ def readable(name: str = "tokenizer.json") -> Iterator[None]:
     except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise UnsupportedCheckpoint(f"{name} cannot be read: {one_line(str(error))}") from None
+        raise UnsupportedCheckpoint(f"{name} cannot be read: {one_line(error)}") from None
 
 
 def _growth(step: Mapping[str, Any]) -> float:
