@@ -602,26 +602,13 @@ class _Messages(msgspec.Struct):
         return conversation.medium(ImageSource(url, f"{param}.image_url", None, *bounds), role)
 
     def _file(self, file: FileField, role: Role, param: str) -> Part:
-        conversation = self._conversation
-        if file.file_id is not None:
-            where = f"{param}.file_id"
-            options = self._options(VideoUrl(url=file.file_id), where)
-            source = ImageSource(file.file_id, where, None, *self._bounds(), if_video=options)
-            return conversation.medium(source, role)
-        data, param = file.file_data or "", f"{param}.file_data"
-        media_type, _, encoded = data.partition(";base64,")
-        if media_type.startswith("data:image/"):
-            return conversation.medium(ImageSource(data, param, None, *self._bounds()), role)
-        if media_type.startswith("data:video/"):
-            return self._video(data, role, param)
-        if media_type.startswith("data:audio/"):
-            return conversation.medium(ImageSource(data, param, is_audio=True), role)
-        if not media_type.startswith(("data:text/", "data:application/json")):
-            raise invalid(param, "send a data: URL of text, an image, a video or audio, in base64")
-        try:
-            return conversation.text(msgspec.convert(encoded, bytes).decode())
-        except (msgspec.ValidationError, UnicodeDecodeError):
-            raise invalid(param, "send text in UTF-8, in base64") from None
+        name = "file_data" if file.file_id is None else "file_id"
+        url, param = getattr(file, name) or "", f"{param}.{name}"
+        options = self._options(VideoUrl(url=url), param)
+        source = ImageSource(url, param, None, *self._bounds(), if_video=options)
+        if file.file_id is None:
+            return self._conversation.file(source, role)
+        return self._conversation.medium(source, role)
 
     def _video(self, given: VideoUrl | str, role: Role, param: str) -> Part:
         video = VideoUrl(url=given) if isinstance(given, str) else given

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
+from msgspec.structs import replace
 
 from gateway.api.fields import (
     EchoedStruct,
@@ -45,6 +46,7 @@ from shared.protocol import (
     Tokenize,
     ToolCall,
     Tools,
+    VideoOptions,
     is_deeper,
 )
 from shared.settings.limits import (
@@ -91,6 +93,20 @@ class Conversation(Struct):
             raise invalid(source.param, f"{plural} are only allowed in user and tool messages")
         self.sources.append(source)
         return ImagePart(len(self.sources) - 1)
+
+    def file(self, source: ImageSource, role: Role) -> Part:
+        """The part of a `data:` URL of text, an image, a video or audio. Raises: InvalidRequest."""
+        media_type, _, encoded = source.url.partition(";base64,")
+        kind, param = media_type.removeprefix("data:").partition("/")[0], source.param
+        if kind in MEDIA:
+            video = source.if_video or VideoOptions() if kind == "video" else None
+            return self.medium(replace(source, video=video, is_audio=kind == "audio"), role)
+        if not media_type.startswith(("data:text/", "data:application/json")):
+            raise invalid(param, "send a data: URL of text, an image, a video or audio, in base64")
+        try:
+            return self.text(msgspec.convert(encoded, bytes).decode())
+        except (msgspec.ValidationError, UnicodeDecodeError):
+            raise invalid(param, "send text in UTF-8, in base64") from None
 
     def add(
         self,

@@ -151,9 +151,10 @@ class InputAudio(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class InputFile(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_file"):
-    """An uploaded image, video or audio."""
+    """An uploaded image, video or audio, or a `data:` URL of text, an image, a video or audio."""
 
-    file_id: str
+    file_id: str | None = None
+    file_data: str | None = None
 
 
 InputPart = (
@@ -678,6 +679,9 @@ class _Items:
         if isinstance(part, RefusalContent):
             return self._conversation.text(part.refusal)
         if isinstance(part, InputFile):
+            if part.file_id is None:
+                source = ImageSource(part.file_data or "", f"{param}.file_data")
+                return self._conversation.file(source, role)
             return self._conversation.medium(ImageSource(part.file_id, f"{param}.file_id"), role)
         if isinstance(part, InputAudio):
             audio = ImageSource(part.input_audio.url, f"{param}.input_audio", is_audio=True)

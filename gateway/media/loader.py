@@ -284,7 +284,7 @@ class ImageSource(Struct, frozen=True):
     min_pixels: int = 0  #: to scale the image to; 0: the model's own
     max_pixels: int = 0
     video: VideoOptions | None = None  #: of a video
-    if_video: VideoOptions | None = None  #: of a file by id, if it is a video
+    if_video: VideoOptions | None = None  #: of a file, if it is a video
     is_audio: bool = False
 
     @property

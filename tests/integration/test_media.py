@@ -172,8 +172,8 @@ def test_uploaded_files_are_used_by_their_ids(client: httpx.Client):
     assert num_tokens(chat(client, video(clip_id, num_frames=6))) == 6
     for part in (file(sound_id), audio(sound_id)):
         assert num_tokens(chat(client, part)) == 20
-    for file_id, num in ((clip_id, 32), (sound_id, 20)):
-        assert num_tokens(respond(client, {"type": "input_file", "file_id": file_id})) == num
+    for named, num in (({"file_id": clip_id}, 32), ({"file_data": sound_url()}, 20)):
+        assert num_tokens(respond(client, {"type": "input_file", **named})) == num
     silent = upload(client, "a.mp4", clip("sound"))
     part = {"type": "input_file", "file_id": silent}
     for refused, field in (
