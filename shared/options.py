@@ -73,7 +73,7 @@ class FiniteCommand(TyperCommand):
         for param in self.params:
             value = ctx.params.get(param.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise typer.BadParameter(f"{value} is not a finite number", ctx, param)
+                raise typer.BadParameter(f"{value} is not finite", ctx, param)  # type: ignore
         return rest
 
 
