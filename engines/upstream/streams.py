@@ -171,7 +171,7 @@ class StreamEngine(Engine[Request]):
             outputs = request.read(data)
         except StreamBroken as error:
             return self._refuse(request, error.status, str(error))
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             return self._retry(request, f"an event is not readable: {error}")
         if outputs and outputs[-1].finish_reason is not None:
             del self._open[request.request_id]

@@ -44,6 +44,7 @@ from shared.protocol import (
 from tests.engines.upstream.asking import Clip, Tone, answer, make_call, prepare_image, run, text_of
 from tests.engines.upstream.asking import ids_of as ids
 from tests.engines.upstream.stand_in import CONTEXT, EOS_ID, FIRST_ID, StandIn, next_token
+from tests.factories_tokenizers import change_json
 from tests.waiting import wait_for
 
 APIS = ("vllm", "sglang")
@@ -116,6 +117,13 @@ def test_a_stream_that_breaks_again_and_again_fails(engine: UpstreamEngine, serv
     assert last.error
     assert last.usage is not None
     assert ids_of(answer(engine, make_call("next"))) == expected_ids(engine, make_call())
+
+
+def test_an_event_that_contradicts_itself_breaks_its_own_stream(load: Load, server: StandIn):
+    scores = {"content": [{"token_id": 70, "logprob": -1.0}]}
+    event = {"choices": [{"token_ids": [70, 71], "logprobs": scores}]}
+    server.streams = [[f"data: {json.dumps(event)}"]]
+    assert len(ids(answer(load("vllm"), make_call(num_logprobs=0)))) == 8
 
 
 @pytest.mark.parametrize(
@@ -320,9 +328,7 @@ def test_an_aborted_or_stopped_request_is_closed(engine: UpstreamEngine, api: st
     wait_for(lambda: server.aborted == rids)
 
 
-def test_a_request_that_is_sent_again_gets_no_tokens_of_the_closed_one(
-    engine: UpstreamEngine, server: StandIn
-):
+def test_a_request_sent_again_gets_only_its_own_tokens(engine: UpstreamEngine, server: StandIn):
     start(engine, max_tokens=200)
     wait_for(lambda: not server.num_open)  # the other tokens are pending
     engine.abort("r")
@@ -471,18 +477,14 @@ def media_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
     """Its template and tokenizer know videos and audio too."""
     directory = tmp_path / "media"
     shutil.copytree(checkpoint, directory)
-    config = json.loads((directory / "config.json").read_text())
-    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    change_json(directory / "config.json", **{f"{kind}_token_id": MEDIA[kind] for kind in MEDIA})
+    added = json.loads((directory / "tokenizer.json").read_text())["added_tokens"]
+    added += [{**added[-1], "id": MEDIA[kind], "content": f"<{kind}>"} for kind in MEDIA]
+    change_json(directory / "tokenizer.json", added_tokens=added)
     template = (directory / "chat_template.jinja").read_text()
     start, end = template.index("{% for content"), template.index("{% endfor %}") + 12
     loops = [template[start:end].replace("image", kind) for kind in ("image", *MEDIA)]
     template = template[:start] + "".join(loops) + template[end:]
-    for kind, token_id in MEDIA.items():
-        config[f"{kind}_token_id"] = token_id
-        added = {**tokenizer["added_tokens"][-1], "id": token_id, "content": f"<{kind}>"}
-        tokenizer["added_tokens"].append(added)
-    (directory / "config.json").write_text(json.dumps(config))
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     (directory / "chat_template.jinja").write_text(template)
     return directory
 
@@ -539,13 +541,10 @@ def load_qwen(load: Load, media_checkpoint: Path, server: StandIn) -> Load:
 
     The template writes a control token that is not special.
     """
-    files = [media_checkpoint / name for name in ("config.json", "tokenizer.json")]
-    config, tokenizer = (json.loads(file.read_text()) for file in files)
-    config["model_type"] = "qwen2_vl"
-    added = tokenizer["added_tokens"]
+    change_json(media_checkpoint / "config.json", model_type="qwen2_vl")
+    added = json.loads((media_checkpoint / "tokenizer.json").read_text())["added_tokens"]
     added.append({**added[-1], "id": added[-1]["id"] + 1, "content": "<call>", "special": False})
-    for file, content in zip(files, (config, tokenizer), strict=True):
-        file.write_text(json.dumps(content))
+    change_json(media_checkpoint / "tokenizer.json", added_tokens=added)
     template = media_checkpoint / "chat_template.jinja"
     template.write_text("<call>" + template.read_text())
 
