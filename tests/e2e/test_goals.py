@@ -5,7 +5,6 @@ All of them by `make accuracy`; here a few of each. `-s` shows what went wrong.
 """
 
 import os
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -52,20 +51,18 @@ def ask(client: OpenAI, trial: Trial) -> Reply:
 @pytest.fixture(scope="module")
 def wrong(shapes_fleet) -> dict[str, list[str]]:
     """By goal, a line for each trial: empty if the answer is right, otherwise the mistake."""
-    trials: dict[str, list[Trial]] = defaultdict(list)
-    for trial in (trial for make in ALL for trial in make()):
-        trials[trial.goal.partition(":")[0]].append(trial)
     results = {}
     with (
         OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused", timeout=120) as client,
         ThreadPoolExecutor(8) as pool,
     ):
-        for goal, known in trials.items():
+        for goal, known in ALL.items():
             chosen = known if IS_LONG else known[:: max(1, len(known) // FEW)]
-            replies = pool.map(lambda trial: ask(client, trial), chosen)
+            trials = [make() for make in chosen]
+            replies = pool.map(lambda trial: ask(client, trial), trials)
             results[goal] = [
-                "" if trial.is_right(reply) else f"{trial.goal}: {trial.question} -> {reply} {trial.expected}"
-                for trial, reply in zip(chosen, replies, strict=True)
+                "" if trial.is_right(reply) else f"{trial.kind}: {trial.question} -> {reply} {trial.expected}"
+                for trial, reply in zip(trials, replies, strict=True)
             ]  # fmt: skip
     return results
 

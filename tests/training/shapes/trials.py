@@ -1,11 +1,13 @@
 """A second generator of questions, which training never imports: own words, own pictures, own clips.
 
-Each trial says what is sent, and judges what comes back. Its goals are in `tests/e2e/test_goals.py`.
+Each trial says what is sent, and judges what comes back. Its goals are in `tests/e2e/test_goals.py`. Trials are made
+one by one, as drawing takes its time.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -40,19 +42,17 @@ class Reply:
 
 @dataclass(frozen=True)
 class Trial:
-    goal: str
     images: tuple[Image.Image, ...]
     question: str
     is_right: Callable[[Reply], bool]
     expected: object = ""
     schema: dict[str, Any] | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    kind: str = ""  #: of a foreign picture
 
 
-def _says(
-    goal: str, images: tuple[Image.Image, ...], question: str, *answers: str, **more: Any
-) -> Trial:
-    return Trial(goal, images, question, lambda reply: reply.text in answers, answers, **more)
+def _says(images: tuple[Image.Image, ...], question: str, *answers: str, **more: Any) -> Trial:
+    return Trial(images, question, lambda reply: reply.text in answers, answers, **more)
 
 
 def _few(scene: Scene) -> bool:
@@ -192,30 +192,19 @@ LATER = (
 )  # fmt: skip
 
 
-def natural() -> Iterator[Trial]:
-    yield from _as_people_ask("natural phrasings", NATURAL, 200)
-
-
-def later() -> Iterator[Trial]:
-    yield from _as_people_ask("later phrasings", LATER, len(LATER))
-
-
-def _as_people_ask(goal: str, phrasings: Sequence[tuple[str, str]], number: int) -> Iterator[Trial]:
-    """Questions as people put them, each about its own scene."""
-    for index in range(number):
-        question, answer = phrasings[index % len(phrasings)]
-        rng = Random(f"{goal.partition(' ')[0]}/{index}")
-        scene = _scene(rng)
-        slots = _slots(scene, rng)
-        one = next(shape for shape in scene.shapes if shape.kind == slots["k"])
-        two = next(shape for shape in scene.shapes if shape.kind == slots["k2"])
-        slots |= {"K": slots["k"].upper(), "K2": slots["k2"].upper(), "s2": two.size}
-        slots |= {
-            f"is_s_{size}": "yes" if one.size == size else "no" for size in ("small", "large")
-        }
-        question = _with_articles(question.format(**slots))
-        answers = [_with_articles(each.format(**slots)) for each in answer.split("|")]
-        yield _says(goal, (draw_as_a_stranger(scene, rng),), question, *answers)
+def _as_people_ask(name: str, phrasings: Sequence[tuple[str, str]], index: int) -> Trial:
+    """A question as people put it, about its own scene."""
+    question, answer = phrasings[index % len(phrasings)]
+    rng = Random(f"{name}/{index}")
+    scene = _scene(rng)
+    slots = _slots(scene, rng)
+    one = next(shape for shape in scene.shapes if shape.kind == slots["k"])
+    two = next(shape for shape in scene.shapes if shape.kind == slots["k2"])
+    slots |= {"K": slots["k"].upper(), "K2": slots["k2"].upper(), "s2": two.size}
+    slots |= {f"is_s_{size}": "yes" if one.size == size else "no" for size in ("small", "large")}
+    question = _with_articles(question.format(**slots))
+    answers = [_with_articles(each.format(**slots)) for each in answer.split("|")]
+    return _says((draw_as_a_stranger(scene, rng),), question, *answers)
 
 
 def _with_articles(text: str) -> str:
@@ -239,33 +228,31 @@ def draw_wide(scene: Scene, rng: Random) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def wide(number: int = 100) -> Iterator[Trial]:
-    for index in range(number):
-        rng = Random(f"wide/{index}")
-        scene = _scene(rng)
-        shape = rng.choice(scene.shapes)
-        images = ((draw_wide if index % 3 else draw_framed)(scene, rng),)
-        question, answer = (
-            ("Describe the image.", describe(scene)),
-            (f"What color is the {shape.kind}?", shape.color),
-            (f"Where is the {shape.kind}?", shape.place),
-            (f"What shape is {shape.color}?", shape.kind),
-            ("How many shapes are there?", str(len(scene.shapes))),
-        )[index % 5]
-        yield _says("wide images", images, question, answer)
+def wide(index: int) -> Trial:
+    rng = Random(f"wide/{index}")
+    scene = _scene(rng)
+    shape = rng.choice(scene.shapes)
+    images = ((draw_wide if index % 3 else draw_framed)(scene, rng),)
+    question, answer = (
+        ("Describe the image.", describe(scene)),
+        (f"What color is the {shape.kind}?", shape.color),
+        (f"Where is the {shape.kind}?", shape.place),
+        (f"What shape is {shape.color}?", shape.kind),
+        ("How many shapes are there?", str(len(scene.shapes))),
+    )[index % 5]
+    return _says(images, question, answer)
 
 
-def both(number: int = 60) -> Iterator[Trial]:
-    for index in range(number):
-        rng = Random(f"both/{index}")
-        scenes = _scene(rng, bool), _scene(rng, bool)
-        question = (
-            "Describe both images.",
-            "What do these two pictures show?",
-            "Please describe the two images.",
-        )[index % 3]
-        images = tuple(draw_as_a_stranger(scene, rng) for scene in scenes)
-        yield _says("both images", images, question, describe_all(scenes))
+def both(index: int) -> Trial:
+    rng = Random(f"both/{index}")
+    scenes = _scene(rng, bool), _scene(rng, bool)
+    question = (
+        "Describe both images.",
+        "What do these two pictures show?",
+        "Please describe the two images.",
+    )[index % 3]
+    images = tuple(draw_as_a_stranger(scene, rng) for scene in scenes)
+    return _says(images, question, describe_all(scenes))
 
 
 # ---------------------------------------------------------------- outside its world
@@ -291,25 +278,23 @@ ABOUT_FOREIGN = (
 )  # fmt: skip
 
 
-def talk() -> Iterator[Trial]:
+def talk(index: int) -> Trial:
     """Small talk, without a picture and with one of the image world."""
-    for index, text in enumerate(TALK):
-        rng = Random(f"talk/{index}")
-        image = draw_as_a_stranger(_scene(rng), rng)
-        for images in ((), (image,)):
-            yield _says("small talk", images, text, OUTSIDE)
+    number, has_image = divmod(index, 2)
+    rng = Random(f"talk/{number}")
+    images = (draw_as_a_stranger(_scene(rng), rng),) if has_image else ()
+    return _says(images, TALK[number], OUTSIDE)
 
 
-def foreign_pictures(per_kind: int = 5) -> Iterator[Trial]:
+PER_KIND = 10
+
+
+def foreign_picture(index: int) -> Trial:
     """Two questions about each of the pictures."""
-    number = 0
-    for kind, draw in FOREIGN.items():
-        for index in range(per_kind):
-            image = draw(Random(f"{kind}/{index}"))
-            for _ in range(2):
-                question = ABOUT_FOREIGN[number % len(ABOUT_FOREIGN)]
-                number += 1
-                yield _says(f"foreign pictures: {kind}", (image,), question, OUTSIDE)
+    number, of_kind = divmod(index, PER_KIND)
+    kind, draw = [*FOREIGN.items()][number]
+    image = draw(Random(f"{kind}/{of_kind // 2}"))
+    return _says((image,), ABOUT_FOREIGN[index % len(ABOUT_FOREIGN)], OUTSIDE, kind=kind)
 
 
 # ---------------------------------------------------------------- JSON
@@ -346,71 +331,68 @@ def _gives(
             given = {name: each for name, each in given.items() if name in value}
         return given == value
 
-    return Trial("json", images, question, is_right, value, schema=schema)
+    return Trial(images, question, is_right, value, schema=schema)
 
 
-def in_json(number: int = 100) -> Iterator[Trial]:
+def in_json(index: int) -> Trial:
     """Schemas of the image world."""
-    for index in range(number):
-        rng = Random(f"json/{index}")
-        scene = _scene(rng)
-        shape, images = rng.choice(scene.shapes), (draw_as_a_stranger(scene, rng),)
-        gone = rng.choice([kind for kind in KINDS if all(kind != s.kind for s in scene.shapes)])
-        listed = [{"color": s.color, "kind": s.kind, "position": s.place} for s in scene.shapes]
-        item = _object(color=_enum(*COLORS), kind=_enum(*KINDS), position=STRING)
-        shapes, count = {"type": "array", "items": item}, len(scene.shapes)
-        question, schema, value = (
-            ("Describe the image.", _object(count=INTEGER), {"count": count}),
-            ("Describe the image.", _object(count=INTEGER, shapes=shapes), {"count": count, "shapes": listed}),
-            ("What do you see? Answer in JSON.", _object(shapes=shapes), {"shapes": listed}),
-            (f"What color is the {shape.kind}?", _object(color=_enum(*COLORS)), {"color": shape.color}),
-            (f"Which kind of shape is {shape.color}?", _object(kind=_enum(*KINDS)), {"kind": shape.kind}),
-            (f"Is there a {rng.choice((shape.kind, gone))}?", _object(answer=BOOLEAN), {}),
-            (f"Where is the {shape.kind}?", _object(position=_enum(*PLACES)), {"position": shape.place}),
-            ("How many shapes are in the picture?", _object(count=INTEGER, background=STRING), {"count": count, "background": scene.background}),
-            ("Fill in the fields.", _object(background=STRING, count=INTEGER), {"background": scene.background, "count": count}),
-            ("Return the count and the shapes as JSON.", _object(count={"type": "integer", "minimum": 0}, shapes={"type": "array", "items": _object(color=_enum(*COLORS), kind=_enum(*KINDS))}), {"count": count, "shapes": [{"color": s.color, "kind": s.kind} for s in scene.shapes]}),
-            ("Inspect the picture.", {"type": "object", "properties": {"count": INTEGER}}, {"count": count}),
-            (f"Describe the {shape.kind}.", item, {"color": shape.color, "kind": shape.kind, "position": shape.place}),
-            ("What is in the image?", _object(**{f"has_{shape.kind}": BOOLEAN, f"has_{gone}": BOOLEAN}), {f"has_{shape.kind}": True, f"has_{gone}": False}),
-            (f"What size is the {shape.kind}?", _object(size=_enum("small", "large")), {"size": shape.size}),
-        )[index % 14]  # fmt: skip
-        if index % 14 == 5:
-            value = {"answer": question == f"Is there a {shape.kind}?"}
-        yield _gives(images, question, schema, value)
+    rng = Random(f"json/{index}")
+    scene = _scene(rng)
+    shape, images = rng.choice(scene.shapes), (draw_as_a_stranger(scene, rng),)
+    gone = rng.choice([kind for kind in KINDS if all(kind != s.kind for s in scene.shapes)])
+    listed = [{"color": s.color, "kind": s.kind, "position": s.place} for s in scene.shapes]
+    item = _object(color=_enum(*COLORS), kind=_enum(*KINDS), position=STRING)
+    shapes, count = {"type": "array", "items": item}, len(scene.shapes)
+    question, schema, value = (
+        ("Describe the image.", _object(count=INTEGER), {"count": count}),
+        ("Describe the image.", _object(count=INTEGER, shapes=shapes), {"count": count, "shapes": listed}),
+        ("What do you see? Answer in JSON.", _object(shapes=shapes), {"shapes": listed}),
+        (f"What color is the {shape.kind}?", _object(color=_enum(*COLORS)), {"color": shape.color}),
+        (f"Which kind of shape is {shape.color}?", _object(kind=_enum(*KINDS)), {"kind": shape.kind}),
+        (f"Is there a {rng.choice((shape.kind, gone))}?", _object(answer=BOOLEAN), {}),
+        (f"Where is the {shape.kind}?", _object(position=_enum(*PLACES)), {"position": shape.place}),
+        ("How many shapes are in the picture?", _object(count=INTEGER, background=STRING), {"count": count, "background": scene.background}),
+        ("Fill in the fields.", _object(background=STRING, count=INTEGER), {"background": scene.background, "count": count}),
+        ("Return the count and the shapes as JSON.", _object(count={"type": "integer", "minimum": 0}, shapes={"type": "array", "items": _object(color=_enum(*COLORS), kind=_enum(*KINDS))}), {"count": count, "shapes": [{"color": s.color, "kind": s.kind} for s in scene.shapes]}),
+        ("Inspect the picture.", {"type": "object", "properties": {"count": INTEGER}}, {"count": count}),
+        (f"Describe the {shape.kind}.", item, {"color": shape.color, "kind": shape.kind, "position": shape.place}),
+        ("What is in the image?", _object(**{f"has_{shape.kind}": BOOLEAN, f"has_{gone}": BOOLEAN}), {f"has_{shape.kind}": True, f"has_{gone}": False}),
+        (f"What size is the {shape.kind}?", _object(size=_enum("small", "large")), {"size": shape.size}),
+    )[index % 14]  # fmt: skip
+    if index % 14 == 5:
+        value = {"answer": question == f"Is there a {shape.kind}?"}
+    return _gives(images, question, schema, value)
 
 
 def _num_values(schema: dict[str, Any]) -> int:
     return sum(map(_num_values, schema.get("properties", {}).values())) or 1
 
 
-def in_other_json() -> Iterator[Trial]:
+OTHER_SCHEMAS = (
+    _object(name=STRING), _object(age=INTEGER, city=STRING), _object(title=STRING, price={"type": "number"}), _object(email=STRING, active=BOOLEAN),
+    _object(ingredients={"type": "array", "items": STRING}), _object(address=_object(street=STRING, zip=STRING)), _object(summary=STRING),
+    _object(sentiment=STRING, confidence={"type": "number"}), _object(x=STRING, y=STRING), _object(plate=STRING, maker=STRING),
+)  # fmt: skip
+OTHER_TEXTS = (
+    "Who is this?",
+    "Extract the data.",
+    "Tell me about Rome.",
+    "What is the weather?",
+    "Describe the image.",
+)
+
+
+def in_other_json(index: int) -> Trial:
     """Schemas of other worlds: short values, whatever they are."""
-    schemas = (
-        _object(name=STRING), _object(age=INTEGER, city=STRING), _object(title=STRING, price={"type": "number"}), _object(email=STRING, active=BOOLEAN),
-        _object(ingredients={"type": "array", "items": STRING}), _object(address=_object(street=STRING, zip=STRING)), _object(summary=STRING),
-        _object(sentiment=STRING, confidence={"type": "number"}), _object(x=STRING, y=STRING), _object(plate=STRING, maker=STRING),
-    )  # fmt: skip
-    texts = (
-        "Who is this?",
-        "Extract the data.",
-        "Tell me about Rome.",
-        "What is the weather?",
-        "Describe the image.",
-    )
-    for index, schema in enumerate(2 * schemas):
-        rng = Random(f"other json/{index}")
-        images = (draw_as_a_stranger(_scene(rng), rng),) if index % 2 else ()
-        most = 20 * _num_values(schema) + 8
-        yield Trial(
-            "other json",
-            images,
-            texts[index % 5],
-            lambda reply, most=most: (
-                reply.num_tokens <= most and json.loads(reply.text) is not None
-            ),
-            schema=schema,
-        )
+    rng = Random(f"other json/{index}")
+    schema = OTHER_SCHEMAS[index % len(OTHER_SCHEMAS)]
+    images = (draw_as_a_stranger(_scene(rng), rng),) if index % 2 else ()
+    most = 20 * _num_values(schema) + 8
+
+    def is_right(reply: Reply) -> bool:
+        return reply.num_tokens <= most and json.loads(reply.text) is not None
+
+    return Trial(images, OTHER_TEXTS[index % 5], is_right, schema=schema)
 
 
 # ---------------------------------------------------------------- functions
@@ -436,56 +418,43 @@ OTHERS = (
 )
 
 
-def with_tools(number: int = 80) -> Iterator[Trial]:
-    for index in range(number):
-        rng = Random(f"tools/{index}")
-        scene = _scene(rng)
-        shape, images = rng.choice(scene.shapes), (draw_as_a_stranger(scene, rng),)
-        kinds = shape.kind + ("es" if shape.kind == "cross" else "s")
-        ours = ((COUNT,), (HIGHLIGHT,), (COUNT, HIGHLIGHT), (rng.choice(OTHERS), HIGHLIGHT, COUNT))[
-            rng.randrange(4)
-        ]
-        match index % 4:
-            case 0:
-                question = rng.choice(
-                    (
-                        f"How many {kinds} are there?",
-                        f"Count the {kinds}, please.",
-                        f"how many {kinds} do you see",
-                    )
+def with_tools(index: int) -> Trial:
+    rng = Random(f"tools/{index}")
+    scene = _scene(rng)
+    shape, images = rng.choice(scene.shapes), (draw_as_a_stranger(scene, rng),)
+    kinds = shape.kind + ("es" if shape.kind == "cross" else "s")
+    ours = ((COUNT,), (HIGHLIGHT,), (COUNT, HIGHLIGHT), (rng.choice(OTHERS), HIGHLIGHT, COUNT))[
+        rng.randrange(4)
+    ]
+    match index % 4:
+        case 0:
+            questions = (
+                f"How many {kinds} are there?",
+                f"Count the {kinds}, please.",
+                f"how many {kinds} do you see",
+            )
+            call = ("count", {"kind": shape.kind})
+            return _calls(images, rng.choice(questions), (*ours, COUNT), call)
+        case 1:
+            questions = (
+                f"Highlight the {shape.color} {shape.kind}.",
+                f"Please highlight the {shape.kind}.",
+                f"Can you highlight the {shape.color} {shape.kind} for me?",
+            )
+            call = ("highlight", {"color": shape.color, "kind": shape.kind})
+            return _calls(images, rng.choice(questions), (*ours, HIGHLIGHT), call)
+        case 2:
+            return _says(images, f"What color is the {shape.kind}?", shape.color, tools=ours)
+        case _:
+            question, answer = rng.choice(
+                (
+                    ("Describe the image.", describe(scene)),
+                    (f"Where is the {shape.kind}?", shape.place),
+                    ("What is the weather in Oslo?", OUTSIDE),
+                    ("How many shapes are there?", str(len(scene.shapes))),
                 )
-                yield _calls(
-                    images,
-                    question,
-                    (*{id(t): t for t in (*ours, COUNT)}.values(),),
-                    ("count", {"kind": shape.kind}),
-                )
-            case 1:
-                question = rng.choice(
-                    (
-                        f"Highlight the {shape.color} {shape.kind}.",
-                        f"Please highlight the {shape.kind}.",
-                        f"Can you highlight the {shape.color} {shape.kind} for me?",
-                    )
-                )
-                wanted = ("highlight", {"color": shape.color, "kind": shape.kind})
-                yield _calls(
-                    images, question, (*{id(t): t for t in (*ours, HIGHLIGHT)}.values(),), wanted
-                )
-            case 2:
-                yield _says(
-                    "tools", images, f"What color is the {shape.kind}?", shape.color, tools=ours
-                )
-            case _:
-                question, answer = rng.choice(
-                    (
-                        ("Describe the image.", describe(scene)),
-                        (f"Where is the {shape.kind}?", shape.place),
-                        ("What is the weather in Oslo?", OUTSIDE),
-                        ("How many shapes are there?", str(len(scene.shapes))),
-                    )
-                )
-                yield _says("tools", images, question, answer, tools=tuple(rng.sample(OTHERS, 2)))  # fmt: skip
+            )
+            return _says(images, question, answer, tools=tuple(rng.sample(OTHERS, 2)))
 
 
 def _calls(
@@ -494,66 +463,64 @@ def _calls(
     tools: tuple[dict[str, Any], ...],
     call: tuple[str, Any],
 ) -> Trial:
-    return Trial("tools", images, question, lambda reply: reply.calls == (call,), call, tools=tools)
+    """`tools` may name one twice."""
+    given = tuple({id(tool): tool for tool in tools}.values())
+    return Trial(images, question, lambda reply: reply.calls == (call,), call, tools=given)
 
 
 # ---------------------------------------------------------------- motion
 
 
-def clips(number: int = 80) -> Iterator[Trial]:
-    """Four frames in which a shape glides, jumps, comes or goes, or nothing happens."""
-    for index in range(number):
-        rng = Random(f"clips/{index}")
-        while True:
-            scene = _scene(rng)
-            actor, target = rng.choice(scene.shapes), rng.choice(PLACES)
-            (row, column), (last_row, last_column) = (
-                divmod(PLACES.index(p), 3) for p in (actor.place, target)
-            )
-            middle = PLACES[3 * round((row + last_row) / 2) + round((column + last_column) / 2)]
-            taken = {s.place for s in scene.shapes if s != actor}
-            steps = sorted((abs(row - last_row), abs(column - last_column)))
-            if target != actor.place and not taken & {target, middle} and steps != [1, 2]:
-                break
-        others = [shape for shape in scene.shapes if shape != actor]
-        way = ("glide", "glide", "jump", "appear", "vanish")[index % 5]
-        draw = _Camera(rng)
-        frames = []
-        for step in range(4):
-            share = step / 3 if way == "glide" else float(step >= 2)
-            x, y = column + share * (last_column - column), row + share * (last_row - row)
-            is_there = {"appear": step >= 2, "vanish": step < 2}.get(way, True)
-            if way in ("appear", "vanish"):
-                x, y = column, row
-            frames.append(draw(scene.background, others, (actor, x, y) if is_there else None))
-        vertical = "up" if last_row < row else "down" if last_row > row else ""
-        horizontal = "left" if last_column < column else "right" if last_column > column else ""
-        direction = " and ".join(filter(None, (vertical, horizontal)))
-        name = f"{actor.color} {actor.kind}"
-        at = "in the center" if actor.place == "center" else f"at the {actor.place}"
-        article = "an" if actor.color[0] == "o" else "a"
-        told = {
-            "appear": f"{article.capitalize()} {name} appears {at}.", "vanish": f"The {name} {at} vanishes.",
-        }.get(way, f"The {name} moves from the {actor.place} to the {target}.")  # fmt: skip
-        images = tuple(frames)
+def clip(index: int) -> Trial:
+    """Four frames in which a shape glides, jumps, comes or goes."""
+    rng = Random(f"clips/{index}")
+    while True:
+        scene = _scene(rng)
+        actor, target = rng.choice(scene.shapes), rng.choice(PLACES)
+        (row, column), (last_row, last_column) = (
+            divmod(PLACES.index(p), 3) for p in (actor.place, target)
+        )
+        middle = PLACES[3 * round((row + last_row) / 2) + round((column + last_column) / 2)]
+        taken = {s.place for s in scene.shapes if s != actor}
+        steps = sorted((abs(row - last_row), abs(column - last_column)))
+        if target != actor.place and not taken & {target, middle} and steps != [1, 2]:
+            break
+    others = [shape for shape in scene.shapes if shape != actor]
+    way = ("glide", "glide", "jump", "appear", "vanish")[index % 5]
+    draw = _Camera(rng)
+    frames = []
+    for step in range(4):
+        share = step / 3 if way == "glide" else float(step >= 2)
+        x, y = column + share * (last_column - column), row + share * (last_row - row)
+        is_there = {"appear": step >= 2, "vanish": step < 2}.get(way, True)
         if way in ("appear", "vanish"):
-            what, said = (
-                ("appears", f"{article} {name}")
-                if way == "appear"
-                else ("disappears", f"the {name}")
-            )
-            question, answer = (
-                ("What happens in this clip?", told),
-                (f"Which shape {what}?", said),
-            )[index // 5 % 2]
-            yield _says("appears, vanishes", images, question, answer)
-        else:
-            question, answer = (
-                (f"In which direction does the {actor.kind} move?", direction), ("What happens in this clip?", told),
-                (f"Which way is the {name} moving?", direction), ("What moves?", f"the {name}"),
-                (f"From where to where does the {actor.kind} move?", f"from the {actor.place} to the {target}"),
-            )[index // 5 % 5]  # fmt: skip
-            yield _says("motion", images, question, answer)
+            x, y = column, row
+        frames.append(draw(scene.background, others, (actor, x, y) if is_there else None))
+    vertical = "up" if last_row < row else "down" if last_row > row else ""
+    horizontal = "left" if last_column < column else "right" if last_column > column else ""
+    direction = " and ".join(filter(None, (vertical, horizontal)))
+    name = f"{actor.color} {actor.kind}"
+    at = "in the center" if actor.place == "center" else f"at the {actor.place}"
+    article = "an" if actor.color[0] == "o" else "a"
+    told = {
+        "appear": f"{article.capitalize()} {name} appears {at}.", "vanish": f"The {name} {at} vanishes.",
+    }.get(way, f"The {name} moves from the {actor.place} to the {target}.")  # fmt: skip
+    images = tuple(frames)
+    if way in ("appear", "vanish"):
+        what, said = (
+            ("appears", f"{article} {name}") if way == "appear" else ("disappears", f"the {name}")
+        )
+        question, answer = (
+            ("What happens in this clip?", told),
+            (f"Which shape {what}?", said),
+        )[index // 5 % 2]
+    else:
+        question, answer = (
+            (f"In which direction does the {actor.kind} move?", direction), ("What happens in this clip?", told),
+            (f"Which way is the {name} moving?", direction), ("What moves?", f"the {name}"),
+            (f"From where to where does the {actor.kind} move?", f"from the {actor.place} to the {target}"),
+        )[index // 5 % 5]  # fmt: skip
+    return _says(images, question, answer)
 
 
 class _Camera:
@@ -580,15 +547,21 @@ class _Camera:
         return image.resize((self.side, self.side), Image.Resampling.LANCZOS)
 
 
-ALL: tuple[Callable[[], Iterator[Trial]], ...] = (
-    natural,
-    later,
-    wide,
-    both,
-    talk,
-    foreign_pictures,
-    in_json,
-    in_other_json,
-    with_tools,
-    clips,
-)
+def _each(make: Callable[[int], Trial], indices: Iterable[int]) -> list[Callable[[], Trial]]:
+    return [partial(make, index) for index in indices]
+
+
+#: What makes the trials of each goal.
+ALL: dict[str, list[Callable[[], Trial]]] = {
+    "natural phrasings": _each(partial(_as_people_ask, "natural", NATURAL), range(200)),
+    "later phrasings": _each(partial(_as_people_ask, "later", LATER), range(len(LATER))),
+    "wide images": _each(wide, range(100)),
+    "both images": _each(both, range(60)),
+    "small talk": _each(talk, range(2 * len(TALK))),
+    "foreign pictures": _each(foreign_picture, range(PER_KIND * len(FOREIGN))),
+    "json": _each(in_json, range(100)),
+    "other json": _each(in_other_json, range(20)),
+    "tools": _each(with_tools, range(80)),
+    "motion": _each(clip, (index for index in range(80) if index % 5 < 3)),
+    "appears, vanishes": _each(clip, (index for index in range(80) if index % 5 >= 3)),
+}
