@@ -343,10 +343,8 @@ def gc(
     api_key: DeployKey = None,
 ) -> None:
     """Remove packages that no deployment references from the store."""
-    commands().run_gc(
-        store or commands().find_store(connect(url, api_key)),
-        older_than_h * 3600, keep, is_dry=dry_run,
-    )  # fmt: skip
+    url = store or commands().find_store(connect(url, api_key))
+    commands().run_gc(url, older_than_h * 3600, keep, is_dry=dry_run)
 
 
 #: Commands that exit with 1 if their arguments are wrong.

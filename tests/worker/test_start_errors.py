@@ -9,23 +9,15 @@ import pytest
 import worker.main
 from engines.base import EngineStartError
 from engines.torch_backend.loading.load import choose_device
-from shared.settings.tree import EngineValues, RedisSettings, Settings, WorkerSettings
-
-
-def make_settings(**worker_settings) -> Settings:
-    return Settings(
-        _env_file=None,  # type: ignore[call-arg]
-        engine=EngineValues(kind="mock"),
-        redis=RedisSettings(url="unix:///nowhere"),
-        worker=WorkerSettings(**worker_settings),
-    )
+from tests.worker.node.test_resources import make_settings
 
 
 def test_a_port_for_probes_that_is_taken(caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        settings = make_settings(kind="mock").changed(worker={"health_port": port})
         with caplog.at_level(logging.CRITICAL):
-            code = worker.main.run_worker(make_settings(health_port=port))
+            code = worker.main.run_worker(settings)
     assert code == os.EX_CONFIG
     assert "VLM_WORKER__HEALTH_PORT" in caplog.text
     assert str(port) in caplog.text

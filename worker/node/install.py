@@ -244,10 +244,10 @@ def make_packages(
 
 
 def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: Uses) -> None:
-    """Run pip. Stops when the instance stops. Raises: InstallError, OSError."""
+    """Run pip, which imports nothing from the package (`-P`). Stops when the instance stops. Raises: InstallError, OSError."""
     named = LOCK if LOCK in arguments else WHEELS
     environment = plain_environment(HUB_SECRETS | hidden, ("PIP_",))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-input"]
     command += ["--disable-pip-version-check", "--only-binary", ":all:", *arguments]
     nothing, give_up_at = subprocess.DEVNULL, time.monotonic() + _WITHIN_S
     with TemporaryFile("w+", errors="replace") as log:

@@ -53,8 +53,10 @@ async def start_process(
     The child ends with this process. `is_piped`: its stdin and stderr are pipes.
     """
     pipe = asyncio.subprocess.PIPE if is_piped else None
+    # A project in the working directory may have modules with the names of ours.
+    safe = () if {"", os.getcwd()}.intersection(sys.path) else ("-P",)
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *arguments, "--die-with-parent", str(os.getpid())),
+        *(sys.executable, *safe, "-m", module, *arguments, "--die-with-parent", str(os.getpid())),
         env=environment,
         start_new_session=True,
         stdin=pipe,

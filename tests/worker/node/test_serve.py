@@ -13,7 +13,7 @@ from gateway.http.auth import KeyRing
 from shared.settings.tree import WorkerSettings
 from tests.worker.node.test_resources import make_settings
 from worker.node.serve import create_node, run_node, show_screen, tell_apart, wait_until_served
-from worker.node.supervisor import Child, Node, NodeError
+from worker.node.supervisor import Child, Node, NodeError, start_process
 
 
 def test_another_model_has_a_worker_of_its_own_on_the_cpu():
@@ -27,6 +27,13 @@ def test_another_model_has_a_worker_of_its_own_on_the_cpu():
     assert other.environment["VLM_ENGINE__DEVICE"] == "cpu"
     assert not {"VLM_ENGINE__KIND", "VLM_WORKER__LORA"} & other.environment.keys()
     assert gateway.must_start
+
+
+async def test_a_process_imports_nothing_from_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "vlm.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    process = await start_process("vlm", "worker", environment=dict(os.environ))
+    assert await process.wait() == os.EX_CONFIG  # without the URL of Redis
 
 
 def listed(name: str, num_workers: int = 1, **more: str) -> dict[str, object]:
