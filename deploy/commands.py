@@ -466,9 +466,7 @@ def run_route(client: Client, name: str, weights: list[str]) -> None:
     parts = [each.partition("=") for each in weights]
     good = {v for v, _, weight in parts if weight.isdecimal() and re.match(VERSION, v)}
     if len(good) < len(parts):
-        text = (
-            f"{' '.join(weights)}: write VERSION=WEIGHT, each version once, such as 3f2a91b0c4d5=90"
-        )
+        text = f"{' '.join(weights)}: write VERSION=WEIGHT, each once, such as 3f2a91b0c4d5=90"
         raise CommandFailed(text, ARGUMENTS)
     body = {"weights": {version: int(weight) for version, _, weight in parts}}
     found = client.call("POST", f"/{name}:route", body)
@@ -525,12 +523,10 @@ def run_nodes(client: Client, form: str | None) -> None:
         return
     table = new_table("node", "state", "cpu", "memory", "gpu", "instances")
     for node in found["data"]:
-        instances = ", ".join(
-            f"{each['application']} ({each['state']})" for each in node["instances"]
-        )
+        held = [f"{each['application']} ({each['state']})" for each in node["instances"]]
         table.add_row(
             node["id"], node["state"], f"{node['cpu']:g}", f"{node['memory_bytes'] / 1e9:.1f} GB",
-            str(node["gpu"]), instances or "-",
+            str(node["gpu"]), ", ".join(held) or "-",
         )  # fmt: skip
     screen.print(table)
 

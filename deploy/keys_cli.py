@@ -204,7 +204,8 @@ def usage(
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     if csv:
-        sys.stdout.write(connect(url, api_key).text(f"/v1/usage?{query}"))
+        with connect(url, api_key).stream("GET", f"/v1/usage?{query}") as answer:
+            sys.stdout.write(answer.read().decode())
         return
     counts = ("requests", "input_tokens", "cached_input_tokens", "output_tokens", "images")
     groups = by.split(",")

@@ -76,11 +76,6 @@ class Client:
             has_more = page["has_more"] and bool(page["data"])
             after = page["data"][-1]["id"] if page["data"] else ""
 
-    def text(self, path: str) -> str:
-        """The response body of a path as text. Raises: ApiFailed."""
-        answer = self.send("GET", path)
-        return answer.text if answer.is_success else read_content(answer)
-
     def send(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Send a request; returns any response. Raises: ApiFailed, GatewaySilent if the gateway does not respond."""
         request = self._build(method, path, **more)

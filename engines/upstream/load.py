@@ -1,6 +1,5 @@
 """Connects to a server, or starts one, and creates its engine."""
 
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -39,8 +38,6 @@ from engines.upstream.vllm import Vllm
 POLL_S = 0.2
 MAX_FRAMES = 32  #: of a video that vLLM reads, unless it is started with another limit
 DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
-
-logger = logging.getLogger(__name__)
 
 
 def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) -> LoadedEngine:
@@ -159,7 +156,7 @@ def _create_dialect(
 def _wait_until_ready(
     client: UpstreamClient, server: ServerProcess | None, start_s: float, progress: Progress | None
 ) -> None:
-    started, is_told = time.monotonic(), server is not None
+    started = time.monotonic()
     while True:
         try:
             status = client.request("GET", client.health_path).status_code
@@ -173,9 +170,6 @@ def _wait_until_ready(
             reason = str(error) or type(error).__name__
         if server is not None:
             server.check()
-        if not is_told:
-            logger.warning("waiting for %s: %s", client.url, reason)
-            is_told = True
         waited_s = time.monotonic() - started
         if waited_s > start_s:
             raise EngineLoadFailed(f"{client.url} is not ready after {start_s:g} s: {reason}")

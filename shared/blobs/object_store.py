@@ -70,10 +70,8 @@ class ObjectBlobStore:
         written_at = self._written.get(ref.sha256)
         if written_at is not None and now - written_at < RENEW_AFTER_S:
             return ref
-        options: Any = {
-            "max_concurrency": 1,
-            "chunk_size": _PART_BYTES if self._folder else _MIN_PART_BYTES,
-        }
+        size = _PART_BYTES if self._folder else _MIN_PART_BYTES
+        options: Any = {"max_concurrency": 1, "chunk_size": size}
         if isinstance(data, bytes):
             options = {"use_multipart": False}
         else:

@@ -221,12 +221,8 @@ def restore(
     """Restore the state of a deployment from the package store after Redis has lost it."""
     app = App(name, number)
     if active is not None:
-        app = replace(
-            app,
-            active=to_revision(active, now),
-            desired=max(1, active.spec.min_instances),
-            busy_at=now,
-        )
+        desired = max(1, active.spec.min_instances)
+        app = replace(app, active=to_revision(active, now), desired=desired, busy_at=now)
     if candidate is not None:
         app = admit(app, candidate, now)
     return _note(app, now, "restored from the store")

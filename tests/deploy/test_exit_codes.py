@@ -69,7 +69,6 @@ def deploy_of(package: Path, *more: str | Path) -> list[str | Path]:
         ([*SHAPES, "--canary", "200%"], "--canary 200%: write"),
         ([*SHAPES, "--start-s", "nan"], "'--start-s': nan is not"),
         ([*SHAPES, "--idle-s", "-1"], "--idle-s: Expected `float` > 0"),
-        ([*SHAPES, "--resources", "cpu=-1"], "--resources: Expected `float` >= 0"),
         ([*SHAPES, "--command", "'bin/x"], "--command: No closing quotation"),
         (["rollback", "n", "--to", "first"], "--to"),
         (["scale", "n"], "--min"),

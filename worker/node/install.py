@@ -22,14 +22,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
 
 from engines.application.sandbox import check_isolation
 from engines.base import EngineStartError
@@ -73,6 +74,7 @@ from worker.node.resources import find_gpus
 _THREADS = 4
 LOCK = "requirements.lock"
 WHEELS = "wheels/"
+_INDEX = re.compile(r"(-i|--index-url|--extra-index-url)[ =][^\s$]+")
 _WITHIN_S = 900.0
 _POLL_S = 0.1
 
@@ -135,9 +137,8 @@ def _find_missing(layers: Mapping[str, Layer], cache: Cache) -> list[Layer]:
 def _is_intact(manifest: Manifest, folder: Path, cache: Cache) -> bool:
     """Whether a folder has exactly the files of the package."""
     layers = {folder / layer.path: layer.digest for layer in manifest.layers}
-    if {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()} != set(
-        layers
-    ):
+    found = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    if found != layers.keys():
         return False
     with ThreadPoolExecutor(_THREADS) as threads:
         return all(threads.map(cache.has_content, layers, layers.values()))
@@ -231,20 +232,39 @@ def make_packages(
         uses.add(target)
     if target.is_dir():
         return target
-    what = ["--requirement", LOCK, "--require-hashes"] if LOCK in layers else ["--no-deps", *wheels]
-    where = ["--no-index", "--find-links", WHEELS] if wheels else []
+    source, what = folder.absolute(), ["--requirement", LOCK, "--require-hashes"]
+    where = ["--no-index", "--find-links", str(source / WHEELS)] if wheels else []
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
-        with cache.filling(), _building(target) as temporary:
-            arguments = [*what, *where, "--target", str(temporary)]
-            _run_pip(arguments, folder, hidden, uses or Uses())
+        # Elsewhere than in the package, whose files pip would import, or build.
+        with cache.filling(), _building(target) as temporary, TemporaryDirectory() as place:
+            if LOCK in layers:
+                Path(place, LOCK).write_text(_read_lock(source / LOCK))
+            else:
+                what = ["--no-deps", *(str(source / path) for path in wheels)]
+            arguments = [*what, *where, "--target", str(temporary.absolute())]
+            _run_pip(arguments, place, hidden, uses or Uses())
     except OSError as error:
         raise InstallError(f"{error.filename or target}: {error.strerror}") from None
     return target
 
 
-def _run_pip(arguments: list[str], folder: Path, hidden: frozenset[str], uses: Uses) -> None:
-    """Run pip, which imports nothing from the package (`-P`). Stops when the instance stops. Raises: InstallError, OSError."""
+def _read_lock(path: Path) -> str:
+    """Lines of a lock file. Others than packages of indexes let pip read or build files. Raises: InstallError, OSError."""
+    lines = [
+        re.sub(r"(^|\s)#.*", "", line) for line in path.read_text("utf-8", "replace").splitlines()
+    ]
+    for line in lines:
+        wanted = re.sub(r"--hash=sha\d+:[0-9a-f]+|\\$", "", line).strip()
+        with suppress(InvalidRequirement):
+            if not wanted or _INDEX.fullmatch(wanted) or Requirement(wanted).url is None:
+                continue
+        raise InstallError(f"{LOCK}: {wanted[:80]!r} is not NAME==VERSION")
+    return "\n".join(lines)
+
+
+def _run_pip(arguments: list[str], folder: str, hidden: frozenset[str], uses: Uses) -> None:
+    """Run pip. Stops when the instance stops. Raises: InstallError, OSError."""
     named = LOCK if LOCK in arguments else WHEELS
     environment = plain_environment(HUB_SECRETS | hidden, ("PIP_",))
     command = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--no-input"]

@@ -31,14 +31,8 @@ class World:
     secrets: dict[str, tuple[str, ...]] = field(default_factory=dict)  #: by node
     stopping: str = ""  #: a node
 
-    def deploy(
-        self,
-        digest: str,
-        spec: Spec = SPEC,
-        environment: Environment = Environment(),
-        seconds: int = 0,
-    ) -> Generation:
-        new = Generation("n", self.app.number + 1, digest, spec, environment=environment)
+    def deploy(self, digest: str, spec: Spec = SPEC, seconds: int = 0, **more: Any) -> Generation:
+        new = Generation("n", self.app.number + 1, digest, spec, **more)
         self.app = rollout.admit(self.app, new, self.now)
         self.run(seconds)
         return new
@@ -103,7 +97,6 @@ class World:
                 self.running[slot.id] = (name, report)
 
     def run(self, seconds: int, loads: dict[str, Load] | None = None) -> None:
-        """`loads`: from now on."""
         self.loads = self.loads if loads is None else loads
         for _ in range(seconds):
             self.step()

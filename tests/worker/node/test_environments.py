@@ -87,6 +87,14 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.py"))
 
 
+@pytest.mark.parametrize("line", ["-r /x", "a @ file:///a.zip", "./a", "# \\\n-e .", "-i h://${X}"])
+def test_a_lock_names_packages_of_an_index_alone(tmp_path, line):
+    """Otherwise pip reads files of the node, or builds sources."""
+    manifest = make_package(tmp_path / "package", "hello", line + "\n")
+    with pytest.raises(InstallError, match="is not NAME==VERSION"):
+        make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
+
+
 def test_an_installation_that_is_not_needed_any_more_ends_at_once(tmp_path, monkeypatch):
     """Of a package without the wheel, for which pip asks an index that never answers."""
     manifest, uses = make_package(tmp_path / "package", "hello"), Uses()
