@@ -3,16 +3,16 @@
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
+
+from tests.http_server import Handler, serve_http
 
 REPO = "acme/tiny-llava"
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
@@ -51,20 +51,11 @@ class Hub:
     url: str = ""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     hub: Hub
     protocol_version = "HTTP/1.1"
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def _answer(self) -> None:
         for pattern, answer in (
             (_INFO, self._info),
             (_TREE, self._tree),
@@ -79,6 +70,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return self._refuse(404, "RevisionNotFound")
                 return answer(match, repository, commit)
         return self._refuse(404, "EntryNotFound")
+
+    do_HEAD = do_GET
 
     def _info(self, match: re.Match[str], repository: Repository, commit: str) -> None:
         self._send_json({"_id": "1", "id": match["repo"], "sha": commit, "siblings": []})
@@ -133,35 +126,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def _send_json(self, content: Any) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
+        self.answer(200, json.dumps(content).encode(), content_type="application/json")
 
     def _refuse(self, status: int, code: str) -> None:
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", code)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.answer(status, x_error_code=code, x_error_message=code)
 
 
 @contextmanager
 def serve_hub() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serve_http(_Handler, hub=hub) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def _etag(file: Path) -> str:

@@ -5,11 +5,10 @@ With `--engine openai` a fleet is put before it, and programs that act by tools 
 
 import json
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
+
+from tests.http_server import Handler, serve_http
 
 MODEL = "scripted"
 #: What a program is asked for: the script edits the file that the prompt names.
@@ -43,16 +42,13 @@ def _answer(body: dict[str, Any]) -> Call | str:
     return f"The tools said: {done[-1]['content']}" if done else "I see a star."
 
 
-class _Handler(BaseHTTPRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
-
+class _Handler(Handler):
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": MODEL}]}).encode(), "application/json")
+        data = json.dumps({"data": [{"id": MODEL}]}).encode()
+        self.answer(200, data, content_type="application/json")
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        told, reason = _answer(body), "stop"
+        told, reason = _answer(json.loads(self.body())), "stop"
         delta: dict[str, Any] = {"content": told}
         if not isinstance(told, str):
             function = {"name": told[0], "arguments": json.dumps(told[1])}
@@ -63,24 +59,9 @@ class _Handler(BaseHTTPRequestHandler):
             {"choices": [{"delta": {}, "finish_reason": reason}], "usage": usage},
         ]
         data = b"".join(b"data: %s\n\n" % json.dumps(event).encode() for event in events)
-        self._send(data + b"data: [DONE]\n\n", "text/event-stream")
-
-    def _send(self, data: bytes, kind: str) -> None:
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.answer(200, data + b"data: [DONE]\n\n", content_type="text/event-stream")
 
 
-@contextmanager
-def run_scripted() -> Iterator[str]:
+def run_scripted() -> AbstractContextManager[str]:
     """The URL of a running server."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return serve_http(_Handler)

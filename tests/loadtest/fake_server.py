@@ -1,12 +1,12 @@
 """An OpenAI server made of a script: which bytes to send, when, and what it was asked."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.http_server import Handler, serve_http
 
 WORDS = ["one ", "two ", "three "]
 
@@ -14,8 +14,8 @@ WORDS = ["one ", "two ", "three "]
 class FakeServer:
     """Answers every chat request by its script; keeps the bodies, and when it sent each piece."""
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self) -> None:
+        self.url = ""
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
         self.connections: set[tuple[str, int]] = set()
@@ -56,31 +56,17 @@ def stream(pause_s: float = 0.0) -> list[bytes | float]:
     return [chunk(""), *words, *end]
 
 
-class _Server(ThreadingHTTPServer):
-    request_queue_size = 128  # users come all at once
-
-
 @contextmanager
-def run_fake_server(port: int = 0) -> Iterator[FakeServer]:
-    """Serve on a port, 0: a free one, until the end."""
-    with _Server(("127.0.0.1", port), _Handler) as httpd:
-        httpd.fake = FakeServer(httpd.server_port)  # type: ignore[attr-defined]
-        thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield httpd.fake  # type: ignore[attr-defined]
-        finally:
-            httpd.shutdown()
-            thread.join()
+def run_fake_server() -> Iterator[FakeServer]:
+    """Serve on a free port until the end."""
+    fake = FakeServer()
+    with serve_http(_Handler, fake=fake) as fake.url:
+        yield fake
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-
-    @property
-    def fake(self) -> FakeServer:
-        return self.server.fake  # type: ignore[attr-defined]
+    fake: FakeServer
 
     def do_GET(self) -> None:
         self.fake.paths.append(self.path)
@@ -91,7 +77,7 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        body = json.loads(self.body())
         self.fake.bodies.append(body)
         self.fake.paths.append(self.path)
         self.fake.connections.add(self.client_address)
@@ -102,11 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json(self.fake.status, self.fake.completion)
 
     def _send_json(self, status: int, value: Any) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.answer(status, json.dumps(value).encode())
 
     def _send_stream(self, pieces: list[bytes | float]) -> None:
         self.send_response(200)
@@ -120,6 +102,3 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.sent_at.append(time.perf_counter())
             self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
         self.wfile.write(b"0\r\n\r\n")
-
-    def log_message(self, *_: Any) -> None:
-        pass

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from engines.upstream.vllm import PLUGIN, PLUGIN_VERSION
+from tests.http_server import Handler, serve_http
 
 CONTEXT = 512
 PROBE = {"version": "probe"}
@@ -82,14 +82,11 @@ def _tokens(
             return
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: Any
-
-    def log_message(self, *_: object) -> None:
-        pass
+class _Handler(Handler):
+    state: StandIn
 
     def do_GET(self) -> None:
-        state: StandIn = self.server.state
+        state = self.state
         answers: dict[str, Any] = {
             "/health": {},
             "/version": {"version": state.version},
@@ -98,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
             **state.gets,
         }
         if self.path == "/metrics":
-            self._answer(
+            self.answer(
                 200,
                 b'vllm:kv_cache_usage_perc{engine="0"} 0.25\n'
                 b'vllm:num_requests_running{engine="0"} %d\n' % state.num_open,
@@ -106,20 +103,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif state.key not in (self.headers["authorization"] or ""):
             self._answer(401, b"{}")
         elif self.path == "/health" and not state.is_healthy:
-            self._answer(503, b"{}")
+            self.answer(503, b"{}")
         else:
-            self._answer(200, json.dumps(answers[self.path]).encode())
+            self.answer(200, json.dumps(answers[self.path]).encode())
 
     def do_POST(self) -> None:
-        state: StandIn = self.server.state
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        state, body = self.state, json.loads(self.body())
         if (control := _control(state, self.path, body)) is not None:
-            self._answer(*control)
+            self.answer(*control)
             return
         state.bodies.append(body)
         if answer := _VECTORS.get(self.path):
             found = answer(body) if self.path in state.vectors else (404, {"detail": "Not Found"})
-            self._answer(found[0], json.dumps(found[1]).encode())
+            self.answer(found[0], json.dumps(found[1]).encode())
             return
         _check(state, body)
         if state.refuse_with is not None:
@@ -127,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             error = json.dumps({"error": {"message": message, "code": status}}).encode()
             if state.refuses_in_stream:
                 status, error = 200, b"data: " + error + b"\n\ndata: [DONE]\n\n"
-            self._answer(status, error)
+            self.answer(status, error)
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
@@ -151,12 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
             pass
         finally:
             state.num_open -= 1
-
-    def _answer(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 def _control(state: StandIn, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
@@ -281,19 +271,12 @@ _APIS = {"/inference/v1/generate": _vllm, "/generate": _sglang, "/v1/chat/comple
 @contextmanager
 def run_stand_in(port: int = 0, **state: Any) -> Iterator[StandIn]:
     """A server on a port of the loopback interface; 0: a free one."""
-    server = ThreadingHTTPServer(("127.0.0.1", port), _Handler)
-    server.daemon_threads = True
-    found = StandIn(**state, url=f"http://127.0.0.1:{server.server_port}")
-    server.state = found  # pyright: ignore[reportAttributeAccessIssue]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield found
-    finally:
-        found.released.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    found = StandIn(**state)
+    with serve_http(_Handler, port, state=found) as found.url:
+        try:
+            yield found
+        finally:
+            found.released.set()
 
 
 if __name__ == "__main__":  # as the `command` of an engine, which appends its arguments

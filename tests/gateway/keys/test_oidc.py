@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from shared.settings import SettingsError  # noqa: E402
 from shared.settings.tree import OidcSettings  # noqa: E402
 from tests.factories_gateway import MODEL, make_settings, talk_on  # noqa: E402
 from tests.factories_keys import PATH, ROOT, Team, bearer, open_team, run_command  # noqa: E402
+from tests.http_server import Handler, serve_http  # noqa: E402
 from tests.waiting import until, until_equal  # noqa: E402
 
 RSA = rsa.generate_private_key(public_exponent=65537, key_size=2048)
@@ -49,23 +49,10 @@ class Issuer:
     def __init__(self) -> None:
         self.keys = [to_jwk(kid) for kid in KEYS]
         self.paths: list[str] = []
-        self.answer: Callable[[BaseHTTPRequestHandler], object] | None = None  #: instead of ours
-        issuer = self
+        self.answer: Callable[[Handler], object] | None = None  #: instead of ours
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                issuer.paths.append(self.path)
-                (issuer.answer or issuer.serve)(self)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-    def serve(self, request: BaseHTTPRequestHandler) -> None:
+    def serve(self, request: Handler) -> None:
         documents = {
             "/.well-known/openid-configuration": {
                 "issuer": self.url,
@@ -73,11 +60,7 @@ class Issuer:
             },
             "/keys": {"keys": self.keys},
         }
-        send(request, 200, json.dumps(documents[request.path]).encode())
-
-    def stop(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
+        request.answer(200, json.dumps(documents[request.path]).encode())
 
     def claims(self, **changes: Any) -> dict[str, Any]:
         """Claims; those that are None are left out."""
@@ -109,22 +92,19 @@ def sign(
     return (signed + b"." + part(sign(signed))).decode()
 
 
-def send(request: BaseHTTPRequestHandler, status: int, data: bytes, **headers: str) -> None:
-    request.send_response(status)
-    for name, value in headers.items():
-        request.send_header(name, value)
-    request.send_header("content-length", str(len(data)))
-    request.end_headers()
-    request.wfile.write(data)
+class _Handler(Handler):
+    issuer: Issuer
+
+    def do_GET(self) -> None:
+        self.issuer.paths.append(self.path)
+        (self.issuer.answer or self.issuer.serve)(self)
 
 
 @pytest.fixture
 def issuer() -> Iterator[Issuer]:
     issuer = Issuer()
-    try:
+    with serve_http(_Handler, issuer=issuer) as issuer.url:
         yield issuer
-    finally:
-        issuer.stop()
 
 
 @asynccontextmanager
@@ -290,7 +270,7 @@ async def test_known_keys_work_while_the_issuer_is_away_or_slow_and_new_ones_onc
     monkeypatch.setattr(oidc, "_TIMEOUT_S", 0.5)
     assert (await team.get(issuer.token())).status_code == 200
     new = jwt.encode(issuer.claims(), STRANGER, "RS256", {"kid": "new"})
-    issuer.answer = lambda request: send(request, 500, b"")
+    issuer.answer = lambda request: request.answer(500)
     refused = await team.get(new)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert (await team.get(issuer.token(sub="bob"))).status_code == 200
@@ -309,16 +289,16 @@ async def test_known_keys_work_while_the_issuer_is_away_or_slow_and_new_ones_onc
     assert withdrawn.status_code == 401
 
 
-def redirect(request: BaseHTTPRequestHandler) -> None:
-    send(request, 302, b"", location="http://127.0.0.1:9/keys")
+def redirect(request: Handler) -> None:
+    request.answer(302, location="http://127.0.0.1:9/keys")
 
 
 NONSENSE = (
     redirect,
-    lambda request: send(request, 200, b"x" * 300_000),
-    lambda request: send(request, 200, b"[" * 100_000),
-    lambda request: send(request, 200, b'{"keys": 1}'),
-    lambda request: send(request, 200, b'{"issuer": "https://other", "jwks_uri": "https://x"}'),
+    lambda request: request.answer(200, b"x" * 300_000),
+    lambda request: request.answer(200, b"[" * 100_000),
+    lambda request: request.answer(200, b'{"keys": 1}'),
+    lambda request: request.answer(200, b'{"issuer": "https://other", "jwks_uri": "https://x"}'),
 )
 
 
