@@ -15,7 +15,8 @@ from shared.protocol import ImageRef
 from shared.settings.limits import LimitSettings
 from tests.factories_audio import SOUNDS, make_audio, sound, tone
 from tests.factories_settings import make_group
-from tests.fuzzing import num_examples, takes_its_time
+from tests.fuzzing import EDITS, edited, num_examples, takes_its_time
+from tests.worker.prepare.test_video_pool import pool as pool
 from worker.prepare.video_pool import VideoPool
 
 RATE = 16_000
@@ -98,23 +99,21 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
 @settings(max_examples=num_examples(40))
 @given(
     name=st.sampled_from(["wav", "mp3", "flac", "opus", "m4a"]),
-    edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
+    edits=EDITS,
     start_s=st.sampled_from([0.0, 0.5, 1.5]),
 )
 @example("flac", [(0, 0), (17903, 27)], 0.5)  # the times of its frames overlap
 def test_audio_of_changed_bytes_is_refused_or_decoded(
     pool: VideoPool, name: str, edits: list[tuple[int, int]], start_s: float
 ):
-    data = bytearray(sound(name))
-    for place, value in edits:
-        data[place % len(data)] = value
+    data = edited(sound(name), edits)
     ref = ImageRef("", len(data), SOUNDS[name][1], 0, 0)
     with suppress(InvalidImage):
-        decode(pool, bytes(data), ref.media_type)
-    with suppress(InvalidImage), pool.open_audio(io.BytesIO(bytes(data)), ref, 0.6) as audio:
+        decode(pool, data, ref.media_type)
+    with suppress(InvalidImage), pool.open_audio(io.BytesIO(data), ref, 0.6) as audio:
         ends = audio.info.segment_ends
         assert sorted(ends) == list(ends)
         assert all(end - start <= 0.6 + 1e-9 for start, end in pairwise((0.0, *ends)))
     part = replace(ref, start_s=start_s, end_s=start_s + 0.5)
-    with suppress(InvalidImage), pool.open_audio(io.BytesIO(bytes(data)), part) as audio:
+    with suppress(InvalidImage), pool.open_audio(io.BytesIO(data), part) as audio:
         assert len(audio.samples(RATE)) <= 4 * RATE // 2

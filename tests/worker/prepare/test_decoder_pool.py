@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engines.base import InvalidImage
 from engines.child_process import can_filter
@@ -21,7 +20,7 @@ from gateway.media.loader import ImageSource
 from shared.settings.limits import LimitSettings
 from tests.factories_hostile_images import CASES, SIZE, Case
 from tests.factories_images import encoded, load
-from tests.fuzzing import num_examples, takes_its_time
+from tests.fuzzing import EDITS, edited, num_examples, takes_its_time
 from worker.prepare import decoder_pool
 from worker.prepare.decoder_pool import DecoderPool
 
@@ -80,16 +79,12 @@ async def test_an_image_has_the_end_that_is_written_beside_it(pool: DecoderPool,
 @takes_its_time
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF", "AVIF"])
 @settings(max_examples=num_examples(50))
-@given(
-    edits=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=8)
-)
+@given(edits=EDITS)
 async def test_an_image_of_changed_bytes_is_refused_or_decoded(pool: DecoderPool, form, edits):
-    data = bytearray(encoded(format=form))
-    for place, value in edits:
-        data[place % len(data)] = value
+    data = edited(encoded(format=form), edits)
     with suppress(InvalidRequest, InvalidImage):
-        size = await admit(bytes(data))
-        image = pool.decode(bytes(data), size)
+        size = await admit(data)
+        image = pool.decode(data, size)
         assert image.width * image.height == size[0] * size[1]
 
 

@@ -2,7 +2,8 @@
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,7 @@ from tests.factories_tekken import make_tekken
 from tests.factories_torch import encode_in_smallest_parts, prefill_progress, smallest_chunks
 from tests.factories_video import CLIPS, av, clip
 from tests.long import few, long
+from tests.worker.prepare.test_video_pool import pool as pool
 from worker.prepare.video_pool import VideoPool
 
 #: of processors' own ways with numpy
@@ -200,13 +202,6 @@ AUDIO_FAMILIES = [
         named("Gemma 3n"), class_name="Gemma3nForConditionalGeneration", audio_placeholder="<audio_soft_token>"
     ),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[VideoPool]:
-    pool = VideoPool(1, LimitSettings())
-    yield pool
-    pool.close()
 
 
 def process_video(
@@ -426,13 +421,12 @@ def test_a_request_chooses_its_frames(video: Loaded, pool: VideoPool) -> None:
 
 
 def test_more_frames_than_the_limit_are_refused_by_their_field(video: Loaded) -> None:
-    small = VideoPool(1, make_group(LimitSettings, max_video_frames=4))
-    with pytest.raises(InvalidImage, match="send at most 4") as refused:
-        process_video(small, video.processor, "mp4", fps=5.0)
-    assert refused.value.param == "fps"
-    indices, _ = process_video(small, video.processor, "mp4")
-    assert len(indices) <= 4
-    small.close()
+    with closing(VideoPool(1, make_group(LimitSettings, max_video_frames=4))) as small:
+        with pytest.raises(InvalidImage, match="send at most 4") as refused:
+            process_video(small, video.processor, "mp4", fps=5.0)
+        assert refused.value.param == "fps"
+        indices, _ = process_video(small, video.processor, "mp4")
+        assert len(indices) <= 4
 
 
 def test_start_and_end_around_a_video_are_those_of_its_frames(
