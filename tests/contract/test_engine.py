@@ -7,9 +7,10 @@ An engine joins by its name in the registry and a line in `SETTINGS`; one that g
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -107,28 +108,26 @@ def stand_in() -> Iterator[StandIn]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def llama_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and model of a real llama-server."""
-    model = write_model(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-    with run_llama_server(model) as (url, _):
-        yield url, model
+#: Servers that are no stand-ins: their model, what writes it, and what runs it.
+REAL: dict[str, tuple[str, Callable[..., Path], Callable[..., Any]]] = {
+    "llama-server": ("tiny.gguf", write_model, run_llama_server),
+    VLLM_CPU: ("tiny", vllm.write_model, vllm.run_vllm),
+    SGLANG_CPU: ("tiny", sglang.write_model, sglang.run_sglang),
+}
 
 
 @pytest.fixture(scope="module")
-def vllm_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and model of a real vLLM."""
-    model = vllm.write_model(tmp_path_factory.mktemp("llava") / "tiny")
-    with vllm.run_vllm(model) as (url, _):
-        yield url, model
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[str, Path]]]:
+    """Address and model of a real server, which is started at its first use."""
+    with ExitStack() as stack:
 
+        @cache
+        def start(name: str) -> tuple[str, Path]:
+            file, write, run = REAL[name]
+            model = write(tmp_path_factory.mktemp(name) / file)
+            return stack.enter_context(run(model))[0], model
 
-@pytest.fixture(scope="module")
-def sglang_cpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Address and model of a real SGLang."""
-    model = sglang.write_model(tmp_path_factory.mktemp("qwen") / "tiny")
-    with sglang.run_sglang(model) as (url, _):
-        yield url, model
+        yield start
 
 
 @pytest.fixture(autouse=True)
@@ -248,18 +247,15 @@ def case(
     checkpoint: Path,
     application: Path,
     shared: dict[str, LoadedEngine],
+    real: Callable[[str], tuple[str, Path]],
 ) -> Iterator[Case]:
     models = {"application": application} | dict.fromkeys(("torch", "vllm", "sglang"), checkpoint)
     case = Case(request.param, models, shared=shared)
     if case.name in STAND_INS:
         case.stand_in = request.getfixturevalue("stand_in")
         case.url = case.stand_in.url
-    if case.name == "llama-server":
-        case.url, models["llama-server"] = request.getfixturevalue("llama_server")
-    if case.name == VLLM_CPU:
-        case.url, models["vllm"] = request.getfixturevalue("vllm_cpu")
-    if case.name == SGLANG_CPU:
-        case.url, models["sglang"] = request.getfixturevalue("sglang_cpu")
+    if case.name in REAL:
+        case.url, models[case.kind] = real(case.name)
     yield case
     for loaded in case.loaded:
         loaded.engine.close()
