@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -176,11 +177,16 @@ def make_clip(directory: Path) -> Path:
     return directory
 
 
+@lru_cache(maxsize=1)
+def _loaded(directory: Path, auto: Any) -> tuple[Any, Any]:
+    return AutoTokenizer.from_pretrained(directory), auto.from_pretrained(directory).eval()
+
+
 @torch.inference_mode()
 def reference(directory: Path, text: str, pooling: str, *, normalize: bool = False) -> torch.Tensor:
     """One text alone, by transformers and the formula of sentence-transformers."""
-    inputs = AutoTokenizer.from_pretrained(directory)(text, return_tensors="pt")
-    model = AutoModel.from_pretrained(directory).eval()
+    tokenizer, model = _loaded(directory, AutoModel)
+    inputs = tokenizer(text, return_tensors="pt")
     if getattr(model.config, "type_vocab_size", 0) <= 1 or model.config.model_type == "mpnet":
         inputs.pop("token_type_ids", None)
     hidden = model(**inputs).last_hidden_state[0]
@@ -192,8 +198,8 @@ def reference(directory: Path, text: str, pooling: str, *, normalize: bool = Fal
 @torch.inference_mode()
 def reference_score(directory: Path, query: str, document: str) -> torch.Tensor:
     """One pair alone, by transformers; the number itself."""
-    inputs = AutoTokenizer.from_pretrained(directory)(query, document, return_tensors="pt")
-    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    tokenizer, model = _loaded(directory, AutoModelForSequenceClassification)
+    inputs = tokenizer(query, document, return_tensors="pt")
     if getattr(model.config, "type_vocab_size", 0) <= 1:
         inputs.pop("token_type_ids", None)
     return model(**inputs).logits[0, 0]

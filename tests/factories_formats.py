@@ -97,6 +97,7 @@ def to_numbers(array: np.ndarray, dtype: torch.dtype) -> Tensor:
 Write = Callable[[Tensor], tuple[Tensors, Tensor]]  # a weight to its parts, and what they stand for
 
 
+@cache
 def gptq(
     bits: int = 4,
     group_size: int = 64,
@@ -130,6 +131,7 @@ def gptq(
     }
 
 
+@cache
 def awq(group_size: int = 64) -> tuple[Write, dict[str, Any]]:
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         group = groups_of(weight.shape[1], group_size)
@@ -150,6 +152,7 @@ def awq(group_size: int = 64) -> tuple[Write, dict[str, Any]]:
     }
 
 
+@cache
 def packed(
     bits: int = 4, group_size: int = -1, *, symmetric: bool = True, ordered: bool = False
 ) -> tuple[Write, dict[str, Any]]:
@@ -176,6 +179,7 @@ def packed(
     return write, _compressed("pack-quantized", weights)
 
 
+@cache
 def int8(
     strategy: str = "channel", *, symmetric: bool = True, activations: bool = False
 ) -> tuple[Write, dict[str, Any]]:
@@ -199,6 +203,7 @@ def int8(
     return write, _compressed("int-quantized", weights, activations)
 
 
+@cache
 def float8(strategy: str = "channel", block: int = 128) -> tuple[Write, dict[str, Any]]:
     """compressed-tensors' `float-quantized`, with activations in FP8."""
     weights = _arguments(8, "float", strategy)
@@ -208,6 +213,7 @@ def float8(strategy: str = "channel", block: int = 128) -> tuple[Write, dict[str
     return write, _compressed("float-quantized", weights, activations=True)
 
 
+@cache
 def deepseek() -> tuple[Write, dict[str, Any]]:
     config = {
         "quant_method": "fp8",
@@ -259,9 +265,21 @@ def _compressed(form: str, weights: dict[str, Any], activations: bool = False) -
 def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **text: Any) -> Tensors:
     """A tiny LLaVA whose decoder is quantized. Returns: the weights that it stands for."""
     directory.mkdir()
-    for name, data in _plain_files(json.dumps(TEXT | text)).items():
+    files, numbers = _quantized(json.dumps(TEXT | text), write)
+    for name, data in files.items():
         (directory / name).write_bytes(data)
-    return _rewrite(directory, write, config)
+    _declare(directory, config)
+    return dict(numbers)
+
+
+@cache
+def _quantized(text: str, write: Write) -> tuple[dict[str, bytes], Tensors]:
+    """Files of the quantized checkpoint but for what its config says of that, and the weights that they stand for."""
+    with TemporaryDirectory() as made:
+        for name, data in _plain_files(text).items():
+            Path(made, name).write_bytes(data)
+        numbers = _rewrite(Path(made), write)
+        return {file.name: file.read_bytes() for file in Path(made).iterdir()}, numbers
 
 
 @cache
@@ -292,10 +310,11 @@ def write_text_checkpoint(
         architectures=[model_class.__name__],
     )
     model_class(settings).save_pretrained(directory)
-    return _rewrite(directory, write, config)
+    _declare(directory, config)
+    return _rewrite(directory, write)
 
 
-def _rewrite(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
+def _rewrite(directory: Path, write: Write) -> Tensors:
     file = directory / "model.safetensors"
     plain, stored = load_file(file), {}
     for name, tensor in list(plain.items()):
@@ -306,7 +325,10 @@ def _rewrite(directory: Path, write: Write, config: dict[str, Any]) -> Tensors:
             stored[name] = tensor
     stored = {name: tensor.contiguous() for name, tensor in stored.items()}
     save_file(stored, file, {"format": "pt"})
+    return plain
+
+
+def _declare(directory: Path, config: dict[str, Any]) -> None:
     settings = json.loads((directory / "config.json").read_text())
     settings["quantization_config"] = config
     (directory / "config.json").write_text(json.dumps(settings))
-    return plain

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ SPARSE = {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
-    config = formats.packed()[1]
+    config = deepcopy(formats.packed()[1])
     config["config_groups"]["group_0"]["weights"] |= weights
     return config
 
