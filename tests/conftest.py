@@ -55,11 +55,25 @@ TOGETHER = {
 
 
 class ByFile(LoadFileScheduling):
-    """Gives a process of tests whole files."""
+    """Gives a process of tests whole files: of engines, which compute, to one process as long as others are left.
+
+    Those mostly wait, for processes and for one another, and leave a core to it.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         return next((group for path, group in TOGETHER.items() if file.startswith(path)), file)
+
+    def _assign_work_unit(self, node: Any) -> None:
+        others = [work for each, work in self.assigned_work.items() if work and each is not node]
+        is_computing = any(computes(next(reversed(work))) for work in others)
+        if found := [file for file in self.workqueue if computes(file) is not is_computing]:
+            self.workqueue.move_to_end(found[0], last=False)
+        super()._assign_work_unit(node)
+
+
+def computes(file: str) -> bool:
+    return file.startswith("tests/engines/")
 
 
 @pytest.hookimpl(optionalhook=True)
