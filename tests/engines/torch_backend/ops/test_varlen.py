@@ -62,21 +62,25 @@ def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
     return attend_one_by_one(query, key[: len(query)], value[: len(query)], new, new)
 
 
-def find(function: Any, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int = 2) -> Ops:
-    """What is chosen where the other kernel for a GPU is switched off."""
+def find(
+    function: Any, monkeypatch: pytest.MonkeyPatch, num_heads: int = 2, num_kv_heads: int = 1
+) -> Ops:
+    """What is chosen where the other kernel for a GPU is switched off. The interpreter computes head by head."""
     module = SimpleNamespace(varlen_attn=function) if function else SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
-    text = make_text_config(num_kv_heads=num_kv_heads)
+    text = make_text_config(num_heads=num_heads, num_kv_heads=num_kv_heads)
     site = Site(DEVICE, text=text, interprets=True)
     return choose(site, disabled=["paged_attention.triton"], ops=[OP])
 
 
-@pytest.mark.parametrize(("function", "num_kv_heads"), [(of_2_11, 1), (of_2_12, 2)])
+@pytest.mark.parametrize(
+    ("function", "num_heads", "num_kv_heads"), [(of_2_11, 2, 1), (of_2_12, 4, 2)]
+)
 @torch.inference_mode()
 def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
-    function: Any, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    function: Any, num_heads: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
-    ops = find(function, monkeypatch, num_kv_heads)
+    ops = find(function, monkeypatch, num_heads, num_kv_heads)
     assert ops.uses("paged_attention", "triton_varlen")
     rotary = RotaryTable.create(
         make_text_config(num_kv_heads=num_kv_heads), 64, torch.float32, DEVICE
@@ -84,11 +88,11 @@ def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
     mixed = [(1, 9), (1, 2), (7, 0), (6, 5), (2, 12)]
     for window, shares in ((None, mixed), (4, mixed), (None, [(9, 0), (4, 0)]), (4, [(1, 3)])):
         inputs = make_inputs(shares)
-        qkv = torch.randn(len(inputs.slots), (4 + 2 * num_kv_heads) * 8)
+        qkv = torch.randn(len(inputs.slots), (num_heads + 2 * num_kv_heads) * 8)
         found = []
         for create in (ops["paged_attention"], OP.reference):
             pool = make_pool(num_kv_heads=num_kv_heads)
-            attend = create(4, pool, inputs, rotary.at(inputs.indices))
+            attend = create(num_heads, pool, inputs, rotary.at(inputs.indices))
             found.append(attend(1, qkv, Heads(window=window)))
         assert_close(*found)
 
