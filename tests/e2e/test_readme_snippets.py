@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.fleet_process import ROOT, Served, run_vlm_on_terminal
+from tests.integration.fleet_process import ROOT, Served, invoke_vlm, run_vlm_on_terminal
 
 README = (ROOT / "README.md").read_text()
 SEARCH = (ROOT / "docs" / "search.md").read_text()
@@ -67,12 +67,14 @@ def test_the_commands_that_find_a_fault_answer(shapes_fleet):
     assert "HTTP/1.1 200" in answers
 
 
-def test_the_search_of_the_search_page_finds_what_it_shows():
+def test_the_search_of_the_search_page_finds_what_it_shows(monkeypatch):
+    monkeypatch.chdir(ROOT)
     [(command, shown)] = re.findall(
         r"```bash\n\.venv/bin/vlm (search .*?)\n```\n+```\n(.*?)```", SEARCH, re.S
     )
-    printed = run([sys.executable, "-m", "vlm", *shlex.split(command)])
-    first = printed.split("\n")[:2]
+    done = invoke_vlm(*shlex.split(command))
+    assert done.returncode == 0, done.stderr
+    first = done.stdout.split("\n")[:2]
     assert {line.split()[1] for line in first} == {
         line.split()[1] for line in shown.split("\n")[:2]
     }
