@@ -116,17 +116,15 @@ def redis_prefix() -> str:
 @pytest.fixture
 async def redis(redis_server: str) -> AsyncIterator[Redis]:
     """A client with the settings of production."""
-    client = create_redis(RedisSettings(url=redis_server))
-    yield client
-    await client.aclose()
+    async with create_redis(RedisSettings(url=redis_server)) as client:
+        yield client
 
 
 @pytest.fixture
 async def redis_blocking(redis_server: str) -> AsyncIterator[Redis]:
     """A client for blocking reads."""
-    client = create_redis(RedisSettings(url=redis_server), blocking=True)
-    yield client
-    await client.aclose()
+    async with create_redis(RedisSettings(url=redis_server), blocking=True) as client:
+        yield client
 
 
 @pytest.fixture

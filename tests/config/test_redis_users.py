@@ -338,12 +338,8 @@ def test_a_missing_password_stops_the_server(tmp_path):
 async def connect(server: RedisWithUsers, user: str) -> AsyncIterator[tuple[Redis, Redis]]:
     """A user's clients as the processes make them: for commands, and for reads that wait."""
     settings = RedisSettings(url=server.url(user))
-    clients = create_redis(settings), create_redis(settings, blocking=True)
-    try:
-        yield clients
-    finally:
-        for client in clients:
-            await client.aclose()
+    async with create_redis(settings) as client, create_redis(settings, blocking=True) as blocking:
+        yield client, blocking
 
 
 @asynccontextmanager

@@ -82,8 +82,8 @@ def ask(server: StandIn, checkpoint: Path, *streams: str) -> list[EngineOutput]:
     values = {"kind": "sglang", "model": str(checkpoint), "url": server.url}
     loaded = create_engine(values)
     assert loaded.card.max_model_len == 512  # as recorded
-    with closing(loaded.engine):
-        return answer(loaded.engine, CALL)
+    with closing(loaded.engine) as engine:
+        return answer(engine, CALL)
 
 
 def test_a_request_that_sglang_aborts_is_continued(server: StandIn, checkpoint: Path):

@@ -14,11 +14,8 @@ from tests.waiting import wait_for
 
 
 async def ask(server: EmbeddedRedis, *command: str):
-    client = create_redis(RedisSettings(url=server.url))
-    try:
+    async with create_redis(RedisSettings(url=server.url)) as client:
         return await client.execute_command(*command)
-    finally:
-        await client.aclose()
 
 
 async def test_it_evicts_nothing_and_listens_on_no_port(tmp_path):
