@@ -162,7 +162,7 @@ def test_a_command_that_nodes_have_is_deployed_without_files(deployer: Deployer)
     missing = ("--command", "/usr/bin/no-such-program", "--retry-limit", "0")
     done = deployer.vlm("deploy", "--name", "missing", "--installed", *missing)
     assert done.returncode == 5, done.stderr
-    assert "FileNotFoundError" in deployer.vlm("logs", "missing").stdout
+    assert "no-such-program: No such file" in deployer.vlm("logs", "missing").stdout
     assert deployer.vlm("logs", "missing", "--slot", "0").stdout == ""
 
 
