@@ -101,7 +101,7 @@ class _Handler(Handler):
                 b'vllm:num_requests_running{engine="0"} %d\n' % state.num_open,
             )
         elif state.key not in (self.headers["authorization"] or ""):
-            self._answer(401, b"{}")
+            self.answer(401, b"{}")
         elif self.path == "/health" and not state.is_healthy:
             self.answer(503, b"{}")
         else:
