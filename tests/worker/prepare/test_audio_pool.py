@@ -16,7 +16,6 @@ from shared.settings.limits import LimitSettings
 from tests.factories_audio import SOUNDS, make_audio, sound, tone
 from tests.factories_settings import make_group
 from tests.fuzzing import EDITS, edited, num_examples, takes_its_time
-from tests.worker.prepare.test_video_pool import pool as pool
 from worker.prepare.video_pool import VideoPool
 
 RATE = 16_000

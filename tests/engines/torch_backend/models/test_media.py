@@ -60,7 +60,7 @@ from tests.factories_tekken import make_tekken
 from tests.factories_torch import encode_in_smallest_parts, prefill_progress, smallest_chunks
 from tests.factories_video import CLIPS, av, clip
 from tests.long import few, long
-from tests.worker.prepare.test_video_pool import pool as pool
+from tests.worker.conftest import pool as pool
 from worker.prepare.video_pool import VideoPool
 
 #: of processors' own ways with numpy
