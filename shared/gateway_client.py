@@ -120,7 +120,7 @@ def read_content(answer: httpx.Response) -> Any:
     try:
         content = answer.json() if answer.content else {}
     except ValueError:
-        text = f"the server answers {answer.status_code} without JSON: is it a gateway? --url is its address"
+        text = f"the server at --url answered {answer.status_code} without JSON: check that it is a gateway"
         raise ApiFailed(text) from None
     if answer.is_success:
         return content

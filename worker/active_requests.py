@@ -76,8 +76,8 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (GrammarTooComplex, ErrorCode.GRAMMAR_TOO_COMPLEX),
     (RequestError, ErrorCode.INVALID_REQUEST),
 )
-#: Failures for which a canary is rolled back. Clients cause the others: by wrong input, and by the length of the answer or
-#: the time limit of a task. An application fails a task for its own faults and for wrong input alike.
+#: Failures that count against a version. Refusals of wrong input and passed deadlines do not, because clients can cause
+#: them. Failed tasks count, although wrong input may cause them too.
 VERSION_FAULTS = (ErrorCode.ENGINE_FAILURE, ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
 
 
@@ -212,7 +212,7 @@ def _publication(active: "ActiveRequest", events: Sequence[CallEvent]) -> Public
         publication = replace(publication, keep_s=active.call.task.keep_s)
     active.num_tokens += publication.num_new_tokens
     last = events[-1]
-    active.is_refused = isinstance(last, Failed) and last.code not in VERSION_FAULTS
+    active.is_uncounted = isinstance(last, Failed) and last.code not in VERSION_FAULTS
     return publication
 
 
@@ -286,7 +286,7 @@ class ActiveRequest(Struct, eq=False):
     added_at: float = 0.0  #: when the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
-    is_refused: bool = False  #: it failed, and not by a fault of the version
+    is_uncounted: bool = False  #: it failed, and not by a fault of the version
     is_announced: bool = False  #: whether `Started` was posted
     is_traced: bool = False  #: whether its spans were recorded
     preparation: asyncio.Task[None] | None = None

@@ -375,7 +375,7 @@ class QueueLoops:
             if active.request_id in refused:
                 self._active_requests.drop(active, refused[active.request_id])
             elif publication.ending is not None:
-                if not active.is_refused:
+                if not active.is_uncounted:
                     self._num_ended[publication.ending] += 1
                 self._active_requests.forget(active)
 

@@ -97,8 +97,9 @@ class Conversation(Struct):
     def file(self, source: ImageSource, role: Role) -> Part:
         """The part of a `data:` URL of text, an image, a video or audio. Raises: InvalidRequest."""
         media_type, _, encoded = source.url.partition(";base64,")
-        kind, param = media_type.removeprefix("data:").partition("/")[0], source.param
-        if kind in MEDIA:
+        form, _, kind = media_type.partition("/")[0].partition(":")
+        param = source.param
+        if form == "data" and "/" in media_type and kind in MEDIA:
             video = source.if_video or VideoOptions() if kind == "video" else None
             return self.medium(replace(source, video=video, is_audio=kind == "audio"), role)
         if not media_type.startswith(("data:text/", "data:application/json")):

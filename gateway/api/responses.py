@@ -962,8 +962,8 @@ class ResponseAnswer(BlockStream):
     the text and of the part, `output_item.done`; then `completed` or `incomplete`. Reasoning is an item before the message.
     Each function call is an item after the message, whose deltas are parts of the arguments.
 
-    Each token and each new item takes one sequence number besides those of its events, also if tokens are sent together,
-    as a token may add to two items. So a resumed stream, which groups tokens differently, continues with the same numbers.
+    Besides the numbers of its events, a delta reserves one number per token and per new item, because one token may add to
+    two items. So a resumed stream, which groups tokens differently, continues with the same numbers.
 
     Source: OpenAI API reference, "Streaming events" of Responses.
     """

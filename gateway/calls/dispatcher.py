@@ -96,7 +96,7 @@ class Dispatcher:
     async def submit(
         self, calls: Sequence[Call], submission: Submission, grace_s: float = 0.0
     ) -> OpenCall:
-        """Queue the choices of one request, which `submission` lacks.
+        """Queue the calls of one request; `submission.choices` is ignored.
 
         With an affinity, the request may be reserved for the preferred worker for up to `grace_s`. If this raises,
         nothing stays queued.

@@ -35,7 +35,7 @@ STREAM_PATH = "/v1/streams/"
 
 #: How long a request that another gateway is accepting may be missing in Redis.
 BEGINS_WITHIN_S = 10.0
-#: Time to load the images of a request and to queue it, after which its gateway counts as gone.
+#: Maximum time to load the images of a request and to queue it; after it, other gateways may try.
 _ATTEMPT_S = 60.0
 #: Records outlive their requests' deadlines.
 RECORD_GRACE_S = 60.0
@@ -188,15 +188,13 @@ class Resume:
 
     @asynccontextmanager
     async def _only_attempt(self, request_id: str) -> AsyncIterator[None]:
-        """One attempt at a time, over all gateways: others may choose another queue. Raises: QueueUnavailable."""
-        lease, until = (
-            (request_id, self.dispatcher.mailbox.gateway_id),
-            time.monotonic() + _ATTEMPT_S,
-        )
+        """Hold the lease of a request: another gateway may choose another queue. Raises: QueueUnavailable."""
+        lease = (request_id, self.dispatcher.mailbox.gateway_id)
+        until = time.monotonic() + _ATTEMPT_S
         async with self._locks.setdefault(request_id, asyncio.Lock()):
-            while not await self.leases.hold(*lease, _ATTEMPT_S) and time.monotonic() < until:
-                await asyncio.sleep(0.05)
-            try:
+            try:  # a lease is dropped too whose reply is lost
+                while not await self.leases.hold(*lease, _ATTEMPT_S) and time.monotonic() < until:
+                    await asyncio.sleep(0.05)
                 yield
             finally:
                 with suppress(QueueUnavailable):

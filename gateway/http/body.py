@@ -103,7 +103,7 @@ class Cleaner:
         members = _members.decode(value)
         self._num_members += len(members)
         if self._num_members > _MAX_CLEANED:
-            raise _too_large(f"{_MAX_CLEANED} fields if some are unknown or null")
+            raise _too_large(f"{_MAX_CLEANED} fields in a body with unknown or null fields")
         found = shape.structs[0]
         if len(shape.structs) > 1:
             found = shape.by_tag.get(bytes(members.get(shape.tag_field, b"")))

@@ -597,9 +597,8 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
         if age_s <= SETTLE_S or (may_have_work and age_s <= RETIRE_S):
             continue
         app = _resize(app, revision.digest, 0, now)
-        if load.is_whole and not app.of(
-            revision.digest
-        ):  # its last requests are known, to fail them
+        # if all shards answer, the node can fail its remaining requests
+        if load.is_whole and not app.of(revision.digest):
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
             app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
     return app

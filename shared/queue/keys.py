@@ -143,9 +143,7 @@ class RedisKeys:
     session_tasks = _tagged("session", ":tasks")
     #: Hash of the records of tasks whose end no client has read.
     session_open = _tagged("session", ":open")
-    session_order = _tagged(
-        "session", ":order"
-    )  #: sorted set of the ids of tasks, by creation time
+    session_order = _tagged("session", ":order")  #: sorted set of task ids, by creation time
     #: Sorted set of an application's open sessions, `ID MIN MAX` of instances, by expiry (s).
     session_limits = _named("session-limits")
     sessions = _named("sessions")  #: sorted set of the ids of a tenant's sessions, by creation time

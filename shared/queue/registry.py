@@ -26,7 +26,7 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     max_num_seqs: int = 1
     num_steps: int = 0
     num_finished: int = 0  #: requests since its start
-    num_failed: int = 0  #: by a fault of the version, not of the request
+    num_failed: int = 0  #: by the engine, an application or a crash; not refused, nor by a deadline
     state: Literal["ready", "draining"] = "ready"
 
 

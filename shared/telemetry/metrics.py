@@ -141,7 +141,7 @@ GATEWAY_METRICS = (
     Metric("vlm_deployment_rollouts_total", "counter",
            "Ended rollouts by outcome: active or rolled_back.", ("application", "outcome")),
     Metric("vlm_deployment_requests_total", "counter",
-           "Requests that a version (its first 12 digits) finished, or failed other than by refusing them.",
+           "Requests that a version (first 12 digits) finished or failed; refusals and deadlines are not counted.",
            ("application", "digest", "outcome")),
 )  # fmt: skip
 

@@ -74,7 +74,10 @@ from worker.node.resources import find_gpus
 _THREADS = 4
 LOCK = "requirements.lock"
 WHEELS = "wheels/"
-_INDEX = re.compile(r"(-i|--index-url|--extra-index-url)[ =][^\s$]+")
+#: Options of a lock file that let pip read no file and build nothing.
+_HARMLESS = re.compile(
+    r"(-i|--index-url|--extra-index-url|--trusted-host)[ =]\s*[^\s$]+|--only-binary[ =]:all:|--pre|--prefer-binary"
+)
 _WITHIN_S = 900.0
 _POLL_S = 0.1
 
@@ -236,10 +239,10 @@ def make_packages(
     where = ["--no-index", "--find-links", str(source / WHEELS)] if wheels else []
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
-        # Elsewhere than in the package, whose files pip would import, or build.
+        # pip runs in an empty folder: it would import or build files of the package.
         with cache.filling(), _building(target) as temporary, TemporaryDirectory() as place:
             if LOCK in layers:
-                Path(place, LOCK).write_text(_read_lock(source / LOCK))
+                Path(place, LOCK).write_text(_read_lock(source / LOCK), "utf-8")
             else:
                 what = ["--no-deps", *(str(source / path) for path in wheels)]
             arguments = [*what, *where, "--target", str(temporary.absolute())]
@@ -250,16 +253,18 @@ def make_packages(
 
 
 def _read_lock(path: Path) -> str:
-    """Lines of a lock file. Others than packages of indexes let pip read or build files. Raises: InstallError, OSError."""
-    lines = [
-        re.sub(r"(^|\s)#.*", "", line) for line in path.read_text("utf-8", "replace").splitlines()
-    ]
+    """The lines of a lock file, without comments. Raises: OSError; InstallError for paths, URLs and other options.
+
+    With them pip would read files of the node, or build packages.
+    """
+    written = path.read_text("utf-8-sig", "replace").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line) for line in written]
     for line in lines:
         wanted = re.sub(r"--hash=sha\d+:[0-9a-f]+|\\$", "", line).strip()
         with suppress(InvalidRequirement):
-            if not wanted or _INDEX.fullmatch(wanted) or Requirement(wanted).url is None:
+            if not wanted or _HARMLESS.fullmatch(wanted) or Requirement(wanted).url is None:
                 continue
-        raise InstallError(f"{LOCK}: {wanted[:80]!r} is not NAME==VERSION")
+        raise InstallError(f"{LOCK}: {wanted[:80]!r} is refused; write NAME==VERSION with hashes")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from secrets import token_urlsafe
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -138,10 +138,11 @@ def _deploy_key(folder: Path) -> str:
     file = folder / "deploy.key"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError), NamedTemporaryFile("w", dir=folder) as new:
-            new.write(token_urlsafe(32))
-            new.flush()
-            os.link(new.name, file)  # whole, or not at all
+        if not (file.exists() and file.read_text().strip()):
+            new = folder / "deploy.key.new"
+            new.touch(0o600)
+            new.write_text(token_urlsafe(32))
+            new.replace(file)
         return file.read_text().strip()
     except OSError as error:
         text = (

@@ -4,11 +4,12 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from io import BytesIO
 from shutil import copyfileobj
 from tempfile import TemporaryFile
+from threading import Lock
 from typing import IO, Any
 
 import msgspec
@@ -75,20 +76,19 @@ class VideoPool(ChildPool):
             limits.max_video_cpu_s,
         )
         self._limits = limits
+        self._count_lock = Lock()
         self.num_processes = num_processes
 
     @contextmanager
     def borrow(self) -> Iterator[Child]:
         with super().borrow() as child:
-            process = psutil.Process(child.process.pid)
-            before_s = sum(process.cpu_times()[:2])
+            before_s = _cpu_s(child)
             try:
                 yield child
             finally:
-                try:
-                    self.cpu_s += sum(process.cpu_times()[:2]) - before_s
-                except psutil.NoSuchProcess:  # it was stopped
-                    self.cpu_s += self._max_cpu_s
+                used_s = _cpu_s(child) - before_s
+                with self._count_lock:
+                    self.cpu_s += max(0.0, used_s)
 
     @contextmanager
     def open(self, file: IO[bytes], ref: ImageRef) -> Iterator["DecodedVideo"]:
@@ -218,6 +218,13 @@ class DecodedVideo(OpenVideo):
                     raise EOFError
                 images[index] = Image.frombuffer("RGB", self.size, pixels, "raw", "RGB", 0, 1)
         return [images[index] for index in indices]
+
+
+def _cpu_s(child: Child) -> float:
+    """CPU time of a child; 0 after its end."""
+    with suppress(psutil.Error):
+        return sum(psutil.Process(child.process.pid).cpu_times()[:2])
+    return 0.0
 
 
 def _receive(child: Child, until: float, max_bytes: int) -> bytearray:

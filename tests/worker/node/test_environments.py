@@ -79,7 +79,10 @@ def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolatio
 
 
 def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
-    lock = f"greetings==1.0 --hash=sha256:{'0' * 64}\n"
+    options = (
+        "\ufeff--index-url  http://127.0.0.1:9/simple\n--trusted-host h\n--only-binary :all:\n"
+    )
+    lock = f"{options}greetings==1.0 --hash=sha256:{'0' * 64}\n"
     manifest = make_package(tmp_path / "package", "hello", lock)
     (tmp_path / "package" / "pip.py").write_text("raise SystemExit('code of the package')")
     with pytest.raises(InstallError, match=r"requirements.lock: .* DO NOT MATCH"):
@@ -91,7 +94,7 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
 def test_a_lock_names_packages_of_an_index_alone(tmp_path, line):
     """Otherwise pip reads files of the node, or builds sources."""
     manifest = make_package(tmp_path / "package", "hello", line + "\n")
-    with pytest.raises(InstallError, match="is not NAME==VERSION"):
+    with pytest.raises(InstallError, match="write NAME==VERSION"):
         make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
 
 
