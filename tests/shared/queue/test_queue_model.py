@@ -373,7 +373,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.eye.script_load(CLAIM.source)
         with losing_first_reply(RedisLink, "exchange") as lost, pytest.raises(QueueUnavailable):
             self.run(worker.read(count, 0.001))
-        [(_, answers)] = lost
+        [(*_, answers)] = lost  # before it, wakeups may be acknowledged
         entries, replies = split_replies(answers)
         for entry_id, (_, request_id) in entries:
             request = self.requests.get(request_id.decode())
