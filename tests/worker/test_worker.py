@@ -86,7 +86,7 @@ async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
         assert isinstance((await answers.end(await ends.enqueue()))[-1], Finished)
         running.engine.prepare = Mock(side_effect=RuntimeError("a bug"))
         assert (await answers.end(await ends.enqueue()))[0].code is ErrorCode.ENGINE_FAILURE
-        await until_equal(counts, (1, 1))  # a rollout counts what is the version's fault
+        await until_equal(counts, (1, 1))  # only failures of the version count
     assert await ends.num_open() == 0
     await store.close()
     await registry.close()

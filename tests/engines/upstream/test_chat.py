@@ -161,7 +161,7 @@ ONE, TWO = (0, "look", '{"a": "}"}'), (1, "see", '{"b": 2}')
 def test_calls_follow_each_other_whatever_their_deltas(
     loaded: LoadedEngine, server: StandIn, deltas: list[Any], calls: list[tuple[int, str, str]]
 ):
-    """The server sends no usage, null for what is empty, and no `[DONE]`."""
+    """The server omits usage and `[DONE]`, and sends null for empty fields."""
     events = [None, *({"choices": [{"delta": each}]} for each in ({"content": "hi"}, *deltas))]
     events += [{"choices": None}, {"choices": [{"delta": None, "finish_reason": "stop"}]}]
     server.streams = [[f"data: {json.dumps(event) if event else ''}" for event in events]]

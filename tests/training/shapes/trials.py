@@ -1,7 +1,7 @@
 """A second generator of questions, which training never imports: own words, own pictures, own clips.
 
-Each trial says what is sent, and judges what comes back. Its goals are in `tests/e2e/test_goals.py`. Trials are made
-one by one, as drawing takes its time.
+A trial is a request and a check of its answer. The goals are in `tests/e2e/test_goals.py`. Trials are created one at a
+time, because drawing images is slow.
 """
 
 import json

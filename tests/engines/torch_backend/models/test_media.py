@@ -411,6 +411,16 @@ def test_prefill_begins_when_the_first_chunk_is_encoded(video: Loaded, max_image
     assert request.images[0].offset < max(begun) < stop
 
 
+def test_a_second_question_about_a_video_encodes_nothing(video: Loaded) -> None:
+    engine = video.start(enable_prefix_cache=False)
+    ways.run_to_end(engine, video.requests[:1])
+    before = engine.stats()
+    ways.run_to_end(engine, video.requests[1:2])
+    after = engine.stats()
+    hits = after.num_encoder_hits - before.num_encoder_hits
+    assert hits == after.num_encoder_queries - before.num_encoder_queries > 0
+
+
 def test_a_request_chooses_its_frames(video: Loaded, pool: VideoPool) -> None:
     for options, least, most in (
         ({"num_frames": 4}, 4, 4), ({"fps": 2.0}, 4, 4), ({"fps": 1000.0}, 16, 50), ({"num_frames": 200}, 16, 50),
