@@ -1,4 +1,4 @@
-"""A gateway and a scripted worker for each test, over the run's Redis."""
+"""A gateway and a scripted worker per test, on the Redis of the test run."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -19,13 +19,13 @@ from tests.factories_gateway import (
 
 @pytest.fixture
 def changes() -> dict[str, dict[str, Any]]:
-    """Settings by group that differ from the tests' defaults; tests override it by parametrization."""
+    """Settings by group that differ from the tests' defaults; tests override this fixture by parametrization."""
     return {}
 
 
 @pytest.fixture
 def card() -> ModelCard:
-    """What the worker says of its model; tests override it by parametrization."""
+    """The model card of the worker; tests override this fixture by parametrization."""
     return CARD
 
 

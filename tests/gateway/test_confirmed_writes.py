@@ -1,4 +1,4 @@
-"""What outlives its connection is acknowledged only when a replica of Redis has it."""
+"""Data that outlives its connection is acknowledged only after a replica of Redis has it."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ RESPONSES = "/v1/responses"
 
 @dataclass
 class Pair:
-    """A primary, and a replica that reads it through `line`."""
+    """A primary and a replica that replicates it through `line`."""
 
     primary: Redis
     replica: Redis
@@ -38,7 +38,7 @@ class Pair:
     server: EmbeddedRedis
 
     async def promote(self) -> None:
-        """Kill the primary and make the replica the primary."""
+        """Kills the primary and promotes the replica."""
         assert self.server.pid is not None
         os.kill(self.server.pid, signal.SIGKILL)
         await until(lambda: self.server.exit_code is not None)
@@ -56,7 +56,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
             clients.append(create_redis(RedisSettings(url=servers[-1].start())))
             stack.push_async_callback(clients[-1].aclose)
         line = await stack.enter_async_context(run_proxy(servers[0].socket_path))
-        await clients[1].config_set("appendonly", "no")  # it cannot end while it rewrites its file
+        await clients[1].config_set("appendonly", "no")  # Redis cannot exit while it rewrites it
         await clients[1].execute_command("REPLICAOF", "127.0.0.1", line.port)
 
         async def is_followed() -> bool:
@@ -69,7 +69,7 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 
 @pytest.fixture
 def redis_server(pair: Pair) -> str:
-    """The gateway, its worker and this file's clients use the primary."""
+    """The Redis that the gateway, its worker and the clients of this file use: the primary."""
     return pair.server.url
 
 
@@ -99,7 +99,7 @@ async def test_a_record_is_on_the_replica_or_refused_and_delays_no_other_command
 
 
 async def test_a_failover_loses_nothing_that_was_acknowledged(pair: Pair, store: RecordStore):
-    """Eight clients store records while the line to the replica freezes and the primary dies."""
+    """Eight clients store records; meanwhile the line to the replica freezes and the primary dies."""
     acknowledged: list[str] = []
 
     async def submit(client: int) -> None:
@@ -121,7 +121,7 @@ async def test_a_failover_loses_nothing_that_was_acknowledged(pair: Pair, store:
 
 
 async def test_a_primary_that_lacks_the_write_confirms_nothing(pair: Pair):
-    """As after a failover between the write and its confirmation."""
+    """A failover happened between the write and its confirmation."""
     confirmer = Confirmer(pair.primary, "t:confirmation")
     try:
         await pair.primary.set("here", 1)
@@ -170,7 +170,7 @@ async def test_requests_that_outlive_their_connection_are_refused_while_no_repli
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert (await gateway.chat()).status_code == 200
     worker.script = talk_on
-    resumable = {"x-vlm-resumable": "true"}  # which nobody can resume: it is cancelled
+    resumable = {"x-vlm-resumable": "true"}  # nobody can resume the request, so it is cancelled
     refused = await gateway.chat(make_body(stream=True), headers=resumable)
     assert refused.status_code == 503
     await asyncio.wait_for(worker.cancelled.wait(), 20.0)
@@ -179,4 +179,4 @@ async def test_requests_that_outlive_their_connection_are_refused_while_no_repli
     num_before = len(worker.answers)
     answers = [await gateway.chat(headers=once) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [200, 200]
-    assert len(worker.answers) == num_before  # they get the answer that was refused
+    assert len(worker.answers) == num_before  # the retries get the answer of the refused request

@@ -1,6 +1,6 @@
-"""The whole OpenAPI document as a source of requests, good and bad: no 5xx, no status that it does not name.
+"""Valid and invalid requests generated from the OpenAPI document: no 5xx and no undocumented status.
 
-`make fuzz` sends many more (`FUZZ_EXAMPLES` of each kind to each operation, the chat route ten times as many).
+`make fuzz` sends many more (`FUZZ_EXAMPLES` of each kind to each operation, ten times as many to the chat route).
 """
 
 import asyncio
@@ -27,12 +27,12 @@ KNOWN = {"model": MODEL, "embedding_model": MODEL}
 
 
 def check(response: Any, documented: set[str]) -> None:
-    """The promises to every request, whatever it holds."""
+    """Checks the promises that hold for every request."""
     assert response.status_code < 500, response.text
-    assert str(response.status_code) in documented | {"400"}, response.text  # 400: what is not HTTP
+    assert str(response.status_code) in documented | {"400"}, response.text  # 400: invalid HTTP
     if response.status_code >= 400 and response.request.method != "HEAD":
         error = response.json()["error"]
-        if isinstance(error, str):  # as Ollama says it
+        if isinstance(error, str):  # Ollama's error format
             error = response.json()
             assert set(error) == {"error", "param", "code"}
         else:
@@ -41,7 +41,7 @@ def check(response: Any, documented: set[str]) -> None:
 
 
 def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict[str, str]) -> None:
-    """Make requests to one operation, half of them with names that are `known`."""
+    """Sends requests to one operation, half of them with names that exist (`known`)."""
     documented = set(operation.responses.status_codes)
 
     @settings(
@@ -63,7 +63,7 @@ def send(url: str, operation: Any, mode: GenerationMode, count: int, known: dict
 async def send_all(
     gateway: RunningGateway, is_meant: Callable[[str], bool], known: dict[str, str]
 ) -> None:
-    """Requests to the operations of some paths."""
+    """Sends requests to all operations whose path `is_meant` accepts."""
     document = (await gateway.client.get("/openapi.json")).json()
     operations = [
         found.ok() for found in schemathesis.openapi.from_dict(document).get_all_operations()
@@ -78,13 +78,15 @@ async def send_all(
             await asyncio.to_thread(send, gateway.url, operation, mode, count, known)
 
 
-async def test_no_request_of_the_document_is_too_much(gateway: RunningGateway, worker):
+async def test_generated_requests_have_documented_responses(gateway: RunningGateway, worker):
     await send_all(gateway, lambda path: not path.startswith(OF_VECTORS), KNOWN)
     assert (await gateway.chat()).status_code == 200
 
 
-async def test_no_request_about_vectors_is_too_much(ends, redis_server, tmp_path):
-    """With a worker that makes them, a search process, a store with an item, and a file."""
+async def test_generated_requests_about_vectors_have_documented_responses(
+    ends, redis_server, tmp_path
+):
+    """The fleet has a worker for embeddings, a search process, a store with an item, and a file."""
     async with (
         serve_search(tmp_path / "search") as search,
         run_fleet(ends, redis_server, search=dict(search)) as (gateway, _),

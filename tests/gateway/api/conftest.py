@@ -1,4 +1,4 @@
-"""OpenAI's client of a test's gateway."""
+"""The `client` fixture: OpenAI's client of the test's gateway."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`/v1/applications` without nodes: permissions, checks, canaries, deployments at the same time, and routes."""
+"""`/v1/applications` without nodes: permissions, checks, canaries, concurrent deployments, and routes."""
 
 import asyncio
 import io
@@ -33,12 +33,12 @@ from tests.factories_gateway import RunningGateway, make_body
 from tests.factories_keys import code
 from tests.waiting import until, until_equal
 
-KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
+KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # an API key's ID that does not exist
 DEPLOY = {"authorization": "Bearer may-deploy"}
 
 
 class Deployments:
-    """A gateway with a store; methods do the work of a node."""
+    """A gateway with a store, and methods that do the work of a node."""
 
     def __init__(self, gateway: RunningGateway, store_url: str) -> None:
         self.gateway = gateway
@@ -68,7 +68,7 @@ class Deployments:
         )
 
     async def make_ready(self, digest: str) -> None:
-        """An instance is ready, as a node would say."""
+        """Records a ready instance, as a node does."""
         before = (await self.deployments.apps())["n"]
         slot = Slot(before.next_slot, digest, "ready", "node")
         after = replace(before, slots=(*before.slots, slot), next_slot=slot.id + 1)
@@ -97,7 +97,7 @@ def message(answer: httpx.Response) -> str:
     return answer.json()["error"]["message"]
 
 
-async def test_keys_that_deploy_are_a_class_of_their_own(run):
+async def test_deploy_keys_have_no_other_permissions(run):
     async with run(api_keys=("asks",), admin_keys=("operates",)) as deployments:
         digest, client = deployments.add_package("{}"), deployments.client
         expected = {None: 401, "wrong": 401, "asks": 403, "operates": 403, "may-deploy": 202}
@@ -115,7 +115,7 @@ async def test_keys_that_deploy_are_a_class_of_their_own(run):
                 assert answer.status_code == (found if key == "may-deploy" else status)
         lora = {"lora_name": "x", "lora_path": "x"}
         answer = await client.post("/v1/load_lora_adapter", json=lora, headers=DEPLOY)
-        assert answer.status_code == 403  # and it is no operator's
+        assert answer.status_code == 403  # the key has no operator role either
         wrong = Client(deployments.gateway.url, "wrong")
         with pytest.raises(ApiFailed, match="DEPLOY_KEY"):
             await asyncio.to_thread(wrong.call, "GET")
@@ -124,7 +124,7 @@ async def test_keys_that_deploy_are_a_class_of_their_own(run):
     assert (answer.status_code, "VLM_GATEWAY__DEPLOY_KEYS" in message(answer)) == (403, True)
 
 
-async def test_a_deployment_is_recorded_and_the_same_again_changes_nothing(deployments):
+async def test_repeating_a_deployment_changes_nothing(deployments):
     digest = deployments.add_package("{}")
     first = await deployments.put(digest, spec={"canary": 0.2})
     shown = first.json()["candidate"]
@@ -132,7 +132,7 @@ async def test_a_deployment_is_recorded_and_the_same_again_changes_nothing(deplo
     assert (shown["digest"], shown["spec"]["canary"]) == (digest, 0.2)
     assert shown["spec"]["resources"] == {"cpu": 1.0, "memory_bytes": 0, "gpu": 0}
     assert shown["environment"] == {"variables": {}, "secrets": {}}
-    again = await deployments.put(digest, spec=shown["spec"])  # what is shown may be sent
+    again = await deployments.put(digest, spec=shown["spec"])  # a spec as it was returned
     assert (again.status_code, again.json()["generation"]) == (200, 1)
     stale = await deployments.put(deployments.add_package("[]"), if_generation=8)
     assert stale.status_code == 409
@@ -148,7 +148,7 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path
         ({"spec": {"min_instances": 9, "max_instances": 2}}, "min_instances"),
         ({"spec": {"canary": 2}}, "canary"),
         ({"spec": {"unknown": 2}}, "unknown"),
-        ({"spec": {"requires": ["environment"]}}, "requires"),  # records alone say so
+        ({"spec": {"requires": ["environment"]}}, "requires"),  # only in stored records
         ({"environment": {"variables": {"LD_PRELOAD": "x"}}}, "variables.LD_PRELOAD"),
         ({"environment": {"secrets": {"TOKEN": "../key"}}}, "secrets.TOKEN"),
         ({"environment": {"secrets": {"TOKEN": f"sk-{KEY}"}}}, "secrets.TOKEN"),
@@ -164,13 +164,13 @@ async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path
     for name in ("a b", "@x", "x" * 64):
         assert (await deployments.put(digest, name=name)).status_code in (400, 404)
     blob = tmp_path / "store" / "blobs" / "sha256" / digest_of(b"{1}").removeprefix("sha256:")
-    for change in (lambda: blob.write_bytes(b"{"), blob.unlink):  # cut, then missing
+    for change in (lambda: blob.write_bytes(b"{"), blob.unlink):  # truncated, then missing
         change()
         answer = await deployments.put(digest)
         assert "config.json: blob missing or incomplete" in message(answer)
 
 
-async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_there(
+async def test_a_record_of_a_newer_release_is_served_while_it_has_workers(
     deployments, run, redis, redis_prefix, fleet
 ):
     card = ModelCard("n@old", 1, 512, 1000)
@@ -188,7 +188,7 @@ async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_ther
         async with run() as later:
             unread = [await later.gateway.chat(make_body(model="n"))]
     await models.registry.withdraw("scripted")
-    await models.registry.forget(card.name)  # as nodes do, when they have retired it
+    await models.registry.forget(card.name)  # as nodes do after they retired the version
     await models.refresh()
     unread.append(await deployments.gateway.chat(make_body(model="n")))
     digest = deployments.add_package("{}")
@@ -203,11 +203,11 @@ async def test_what_a_newer_version_recorded_serves_on_while_its_models_are_ther
 async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
     old, new = deployments.add_package("{}"), deployments.add_package("[]")
     await deployments.put(old)
-    assert (await deployments.ask(":promote")).status_code == 409  # it is not ready
+    assert (await deployments.ask(":promote")).status_code == 409  # not ready yet
     await deployments.make_ready(old)
     promoted = await deployments.ask(":promote")
     assert (promoted.status_code, promoted.json()["active"]["digest"]) == (202, old)
-    assert (await deployments.ask(":rollback")).status_code == 409  # there is none before
+    assert (await deployments.ask(":rollback")).status_code == 409  # no version was active before
     await deployments.put(new, spec={"canary": 0.1})
     taken_back = await deployments.ask(":rollback")
     assert taken_back.json()["generations"][-1]["outcome"] == "rolled_back"
@@ -217,11 +217,11 @@ async def test_a_canary_is_promoted_and_rolled_back_by_hand(deployments):
     await deployments.ask(":promote")
     back = (await deployments.ask(":rollback")).json()
     assert (back["active"]["digest"], back["candidate"]["digest"]) == (new, old)
-    assert back["candidate"]["spec"]["canary"] == 0  # it is known
+    assert back["candidate"]["spec"]["canary"] == 0  # the version is known, so no canary runs
 
 
-async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(deployments):
-    """It is scaled, and undeployed in the end."""
+async def test_an_active_version_cannot_request_resources_that_no_node_has(deployments):
+    """Such a version can be scaled and undeployed."""
     digest = deployments.add_package("{}")
     await deployments.put(digest)
     assert (await deployments.ask(":scale", min_instances=2)).status_code == 409
@@ -246,7 +246,7 @@ async def test_resources_that_no_node_has_are_refused_to_a_version_that_serves(d
     assert (await deployments.put(digest)).status_code == 202
 
 
-async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployments):
+async def test_deploy_keys_can_read_the_latest_log_lines_of_instances(deployments):
     await deployments.put(deployments.add_package("{}"))
     assert (await deployments.ask("/logs", "GET")).json()["data"] == []
     lines = [LogLine(n / 10, "node", n % 2, f"line {n}") for n in range(1200)]
@@ -260,8 +260,8 @@ async def test_the_latest_lines_of_instances_are_shown_to_who_deploys(deployment
     assert (await deployments.ask("/logs?limit=0", "GET")).json()["error"]["param"] == "limit"
 
 
-async def test_requests_go_to_the_version_that_serves_and_answers_name_it(deployments, fleet):
-    """The name stands for a queue of the active digest; a canary gets its share, a user one side."""
+async def test_requests_go_to_the_active_version_and_responses_name_it(deployments, fleet):
+    """Requests go to the queue of the active digest. A canary gets its share; a user always gets one version."""
     digest = deployments.add_package("{}")
     card = ModelCard("n@old", 1, 512, 1000, package=f"n@{digest}")
     other = replace(card, name="n@new", package="n@sha256:new")
@@ -284,13 +284,13 @@ async def test_requests_go_to_the_version_that_serves_and_answers_name_it(deploy
             assert whole.json()["system_fingerprint"] == package
             assert whole.json()["model"] == "n"
             streamed = await deployments.gateway.chat({**body, "stream": True})
-            assert streamed.headers["x-vlm-package"] == package  # one user, one side
+            assert streamed.headers["x-vlm-package"] == package  # the same for each user
             assert f'"system_fingerprint":"{package}"' in streamed.text
             seen.add(package)
         assert seen == {f"n@{digest}", "n@sha256:new"}
         models = (await deployments.client.get("/v1/models")).json()["data"]
         assert "n" in {model["id"] for model in models}
-        await deployments.deployments.put(written, replace(app, slots=()))  # it starts again
+        await deployments.deployments.put(written, replace(app, slots=()))  # the instances restart
         await deployments.gateway.services.models.refresh()
         answers = [await deployments.gateway.chat({**body, "user": str(n)}) for n in range(12)]
         assert {answer.headers["x-vlm-package"] for answer in answers} == {f"n@{digest}"}
@@ -309,7 +309,7 @@ async def test_a_deployment_is_listed_after_models_of_workers_and_before_its_ver
     assert [model["id"] for model in listed] == ["own", "n", "n@old"]
 
 
-# Routes split the requests of a name between versions by weight
+# Routes: requests for a name are split between versions by weight
 
 
 def version(digest: str) -> str:
@@ -317,14 +317,14 @@ def version(digest: str) -> str:
 
 
 async def announce(deployments: Deployments, digest: str, worker: str = "w") -> None:
-    """A worker of the version serves, as in a pod."""
+    """Registers a worker of the version, as a pod does."""
     card = ModelCard(version_name("n", digest), 1, 512, 1000, package=f"n@{digest}")
     record = WorkerRecord(f"{worker}-{digest}", card, "mock")
     await deployments.gateway.services.models.registry.announce(record, ttl_s=600)
 
 
 async def serving(deployments: Deployments, *texts: str) -> list[str]:
-    """Packages with a worker each."""
+    """Adds a package for each text, each with a worker; returns the digests."""
     digests = [deployments.add_package(text) for text in texts]
     for digest in digests:
         await announce(deployments, digest)
@@ -337,7 +337,7 @@ async def route(deployments: Deployments, weights: dict[str, int]) -> httpx.Resp
 
 
 async def picked(deployments: Deployments, count: int = 1000) -> Counter[str]:
-    """The packages that answer so many clients."""
+    """Returns how many of `count` clients are routed to each package."""
     models = deployments.gateway.services.models
     cards = [await models.find("n", f"client {number}") for number in range(count)]
     return Counter(card.package.partition("@")[2] for card in cards)
@@ -356,7 +356,7 @@ async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(de
     assert still == moved
     await models.registry.withdraw(f"w-{old}")
     await models.refresh()
-    for side in map(str, range(20)):  # for the fallback of a version that no worker serves
+    for side in map(str, range(20)):  # the fallback is used if no worker serves the chosen version
         is_new = (await models.find("n", side)).package.endswith(new)
         assert models.num_ready("n", side) == is_new
     await announce(deployments, old)
@@ -378,7 +378,7 @@ async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
         assert set(await picked(other)) == {old, new}
         for key in await redis.keys(f"{redis_prefix}:*"):
             await redis.delete(key)
-        # No worker is there, as at zero pods: requests wait for one.
+        # No workers are running, as with zero pods, so requests wait for a worker.
         for each in (deployments, other):
             await each.gateway.services.models.refresh()
             assert set(await picked(each)) == {old, new}
@@ -392,7 +392,7 @@ async def test_a_route_survives_an_emptied_redis_and_reaches_other_gateways(
 
 
 async def deploy_on_nodes(deployments: Deployments, text: str) -> str:
-    """A version that one instance of a node serves."""
+    """Adds a version that an instance on a node serves."""
     digest = deployments.add_package(text)
     record_generation(deployments.store, Generation("n", 1, digest, Spec()))
     settle(deployments.store, "n", 1, Outcome("active"))
@@ -405,12 +405,12 @@ async def deploy_on_nodes(deployments: Deployments, text: str) -> str:
     return digest
 
 
-async def test_what_nodes_serve_stays_while_a_route_names_it(deployments):
+async def test_a_routed_version_on_nodes_is_not_retired(deployments):
     nodes, [pods] = await deploy_on_nodes(deployments, "[]"), await serving(deployments, "{}")
     assert await picked(deployments) == {nodes: 1000}
     await route(deployments, {pods: 1})
     assert await picked(deployments) == {pods: 1000}
-    assert (await route(deployments, {})).status_code == 200  # it leaves the name to its deployment
+    assert (await route(deployments, {})).status_code == 200  # removes the route
     assert await picked(deployments) == {nodes: 1000}
     missing = await route(deployments, {})
     assert code(missing)[:2] == (404, "application_not_found")
@@ -430,7 +430,7 @@ async def test_what_nodes_serve_stays_while_a_route_names_it(deployments):
     assert await picked(deployments) == {pods: 1000}
 
 
-async def test_weights_that_cannot_be_are_refused(deployments):
+async def test_invalid_weights_are_refused(deployments):
     missing = "sha256:" + 64 * "1"
     await announce(deployments, missing)
     for weights, status, says in (
@@ -449,8 +449,8 @@ async def test_weights_that_cannot_be_are_refused(deployments):
     assert (answer.status_code, "being rolled out" in message(answer)) == (409, True)
 
 
-async def test_of_two_routes_at_once_one_is_refused(deployments, monkeypatch):
-    """The packages of routes are no garbage."""
+async def test_one_of_two_concurrent_routes_is_refused(deployments, monkeypatch):
+    """Garbage collection does not delete the packages of routes."""
     old, new = await serving(deployments, "{}", "[]")
     deployments.add_package("garbage")
     before = read_routes(deployments.store)
@@ -462,7 +462,7 @@ async def test_of_two_routes_at_once_one_is_refused(deployments, monkeypatch):
     collect(deployments.store, grace_s=-1, num_kept=2)
     assert [deployments.store.size(digest) is None for digest in (old, new)] == [False, False]
     removed = collect(deployments.store, grace_s=-1, num_kept=1)
-    assert len(removed.blobs) == 2  # a manifest and its file
+    assert len(removed.blobs) == 2  # the unused package's manifest and its file
     assert deployments.store.size(old) is None
 
 
@@ -473,7 +473,7 @@ OPERATOR = {"authorization": "Bearer sk-admin"}
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"admin_keys": ["sk-admin"]}}])
-async def test_an_operator_who_leaves_lets_the_next_one_in(gateway, redis, redis_prefix):
+async def test_a_disconnected_operator_releases_the_adapter_lock(gateway, redis, redis_prefix):
     load = {"lora_name": "slow", "lora_path": "slow"}
     loading = gateway.client.post("/v1/load_lora_adapter", json=load, headers=OPERATOR)
     waiting, pattern = asyncio.create_task(loading), f"{redis_prefix}:*adapters*"

@@ -29,7 +29,7 @@ def card():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    """Results are stored, and other gateways looked after, at short intervals."""
+    """Results are stored, and stopped gateways detected, at short intervals."""
     runner = partial(BatchRunner, flush_s=0.1, look_s=0.3)
     monkeypatch.setattr("gateway.services.BatchRunner", runner)
 
@@ -84,7 +84,7 @@ async def begin(client, lines, endpoint=CHAT, **options):
 
 
 async def until_batch(client, batch, is_there):
-    """The batch, once it is so."""
+    """Waits until the batch satisfies `is_there`; returns it."""
 
     async def look():
         found = await client.batches.retrieve(batch.id)
@@ -131,7 +131,7 @@ async def test_the_official_client_gets_each_answer_once(client, worker):
     assert file.purpose == "batch_output"
 
 
-async def test_lists_go_on_after_an_id_and_show_a_key_its_own(client, gateway):
+async def test_lists_continue_after_an_id_and_show_only_the_keys_own(client, gateway):
     batches = [await begin(client, [to_line(str(i))]) for i in range(3)]
     for batch in batches:
         await until_ended(client, batch)
@@ -176,7 +176,7 @@ BAD_FILES = [
 ]
 
 
-async def test_a_bad_file_is_told_by_line(client, worker):
+async def test_errors_of_an_invalid_file_name_the_line(client, worker):
     for data, code, line in BAD_FILES:
         _, [error] = check_lines(data, CHAT, 3)
         assert (error.code, error.line) == (code, line)
@@ -188,7 +188,7 @@ async def test_a_bad_file_is_told_by_line(client, worker):
 
 
 @pytest.mark.parametrize("limits", [{"max_open_batches": 1, "max_key_batch_bytes": 2000}])
-async def test_what_cannot_be_is_refused_by_name(client, worker, fleet):
+async def test_invalid_batches_are_refused_by_field(client, worker, fleet):
     worker.script = say_nothing
     batch = await begin(client, [LINE])
     good = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
@@ -207,7 +207,7 @@ async def test_what_cannot_be_is_refused_by_name(client, worker, fleet):
     async with fleet.gateway() as gateway, openai_client(gateway) as without:
         for asked, expected in (
             (client.files.create(file=("in", b"x" * 2000), purpose="batch"), (413, "store_full")),
-            (client.files.retrieve("nothing"), (404, "not_found")),  # no search process is there
+            (client.files.retrieve("nothing"), (404, "not_found")),  # without a search process
             (client.files.content("nothing"), (404, "not_found")),
             (client.files.delete("nothing"), (404, "not_found")),
             (without.batches.list(), (404, "batches_not_served")),
@@ -226,14 +226,14 @@ async def others(served):
 
 
 async def statuses(asked):
-    """How often each status was answered; 200 for what is there now."""
+    """Counts the status of each request; an object that was returned counts as 200."""
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return Counter(getattr(answer, "status_code", 200) for answer in answers)
 
 
 @pytest.mark.parametrize("limits", [{"max_open_batches": 4, "max_key_batch_bytes": 2000}])
-async def test_many_batches_and_files_at_once_are_no_more_than_may_be_open(client, others, worker):
-    """One gateway fills the limit; several gateways, which do not know of each other, do not exceed it."""
+async def test_concurrent_batches_and_files_do_not_exceed_the_limits(client, others, worker):
+    """One gateway reaches the limit exactly; several gateways, which share no state, do not exceed it."""
     worker.script = say_nothing
     batch = await begin(client, [LINE])
     body = {"input_file_id": batch.input_file_id, "endpoint": CHAT, "completion_window": "24h"}
@@ -251,7 +251,7 @@ async def test_many_batches_and_files_at_once_are_no_more_than_may_be_open(clien
     assert kept[200] + 1 == len((await client.files.list()).data) <= 4
 
 
-async def test_a_cancelled_batch_keeps_what_is_answered(client, worker, caplog):
+async def test_a_cancelled_batch_keeps_its_results(client, worker, caplog):
     async def some(answer):
         slow = "slow" in answer.request.task.messages[0].parts[0].text
         await (say_nothing if slow else say_hello)(answer)
@@ -270,7 +270,7 @@ async def test_a_cancelled_batch_keeps_what_is_answered(client, worker, caplog):
     assert "never retrieved" not in caplog.text
 
 
-async def test_lines_that_were_not_answered_in_time_are_told(client, worker, monkeypatch):
+async def test_lines_that_expired_are_errors_in_the_result(client, worker, monkeypatch):
     monkeypatch.setattr("gateway.batches.WINDOW_S", 1)
     worker.script = say_nothing
     batch = await until_ended(client, await begin(client, [to_line("a"), to_line("b")]))
@@ -281,8 +281,8 @@ async def test_lines_that_were_not_answered_in_time_are_told(client, worker, mon
 
 
 @pytest.mark.parametrize("limits", [{"max_batch_queue_depth": 1, "max_key_open_requests": 8}])
-async def test_a_full_queue_is_waited_for(client, worker):
-    """No line fails because of it, and a line whose request was lost is sent again."""
+async def test_a_batch_waits_while_the_queue_is_full(client, worker):
+    """No line fails because the queue is full, and a line whose request was lost is submitted again."""
     lost = set()
 
     async def lose_once(answer):
@@ -298,7 +298,7 @@ async def test_a_full_queue_is_waited_for(client, worker):
     assert batch.request_counts.completed == 6
 
 
-async def test_another_gateway_goes_on_where_one_stopped(served, worker):
+async def test_another_gateway_continues_the_batch_of_a_stopped_one(served, worker):
     lines = [to_line(str(i)) for i in range(100)]
     is_stopped = asyncio.Event()
 
@@ -388,13 +388,13 @@ def read_output(batches, record):
 
 
 def test_results_of_two_gateways_count_once(batches):
-    """One of them was considered dead, but stores its results."""
+    """One gateway was considered dead but stores its results."""
     record = make_batch(batches, [to_line(str(i)) for i in range(4)])
     batches.add_part(record, "one", [result(0, 1), result(1, 1)])
     batches.add_part(record, "two", [result(1, 2), result(2, 2), result(3, 2)])
     batches.finalize(record, "completed")
     batches.add_part(record, "one", [result(2, 1), result(3, 1)])
-    batches.finalize(record, "cancelled")  # it comes second
+    batches.finalize(record, "cancelled")  # the batch has ended already
     batches.end(record)
     view = batches.get("owner", record.id)
     assert view.status == "completed"
@@ -406,7 +406,7 @@ def test_results_of_two_gateways_count_once(batches):
 
 
 class Dying(FileStore):
-    """Dies at a write."""
+    """A store whose process dies at a write."""
 
     left = 0
 
@@ -422,8 +422,8 @@ def dying(name):
 
 
 @pytest.mark.parametrize("num_writes", range(8))
-def test_an_end_that_is_cut_anywhere_is_made_again(batches, tmp_path, monkeypatch, num_writes):
-    """Whatever was written before, the end is the same."""
+def test_an_interrupted_finalization_is_repeated(batches, tmp_path, monkeypatch, num_writes):
+    """The result is the same wherever the first attempt stopped."""
     record = make_batch(batches, [to_line(str(i)) for i in range(3)])
     batches.add_part(record, "one", [result(0, 1), result(2, 1)])
     batches.finalize(record, "expired")
@@ -441,7 +441,7 @@ def test_an_end_that_is_cut_anywhere_is_made_again(batches, tmp_path, monkeypatc
     assert batches.open_ids() == []
 
 
-def test_what_is_old_is_forgotten_unless_it_is_open(batches):
+def test_old_batches_are_deleted_unless_they_are_open(batches):
     ended, still_open = (make_batch(batches, [LINE]) for _ in range(2))
     batches.finalize(ended, "cancelled")
     batches.end(ended)
@@ -450,11 +450,11 @@ def test_what_is_old_is_forgotten_unless_it_is_open(batches):
     batches.files.sweep(later)
     assert batches.ids("owner") == [still_open.id]
     assert batches.files.ids("owner") == []
-    assert batches.read_input(still_open) is None  # its file is gone
+    assert batches.read_input(still_open) is None  # its input file was deleted
 
 
-async def test_bytes_that_are_gone_are_a_503_and_no_empty_file(client, tmp_path):
-    """As where a file is deleted while it is asked for; also where the store cannot be written."""
+async def test_missing_contents_of_a_file_are_a_503(client, tmp_path):
+    """Also if the file is deleted while it is downloaded, or if the store cannot be written."""
     file = await client.files.create(file=("a.jsonl", b"all of it"), purpose="batch")
     [kept] = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 9]
     kept.unlink()

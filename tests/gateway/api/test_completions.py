@@ -28,12 +28,12 @@ from tests.factories_gateway import CARD, CHAT, HELLO, MODEL, Answer
 from tests.factories_images import data_url
 
 USAGE = {"include_usage": True}
-#: The least that an API must be sent.
+#: The required fields of a request to each API.
 ASKED = {"/v1/completions": {"prompt": "Oh no yes"}, CHAT: {"messages": HELLO}}
 
 
 async def say_prompt(answer: Answer) -> None:
-    """The prompt again, a token a word."""
+    """Answers with the prompt, one token per word."""
     prompt = answer.request.task.prompt
     words = prompt.text.split() if isinstance(prompt, TextPart) else map(str, prompt.token_ids)
     await answer.start()
@@ -41,12 +41,12 @@ async def say_prompt(answer: Answer) -> None:
 
 
 async def chunks_of(client: Any, *, stream: bool = False, **wish: Any) -> list[Any]:
-    """The chunks of a stream, or the whole answer as one."""
+    """Returns the chunks of a stream, or the complete response as the only chunk."""
     answer = await client.completions.create(**wish, stream=stream)
     return [chunk async for chunk in answer] if stream else [answer]
 
 
-async def test_a_text_goes_to_the_worker_as_it_stands(client, worker):
+async def test_a_text_prompt_reaches_the_worker_unchanged(client, worker):
     answer = await client.completions.create(model=MODEL, prompt="<s>Once upon", echo=True)
     assert answer.id.startswith("cmpl-")
     assert [choice.text for choice in answer.choices] == ["<s>Once uponHello you"]
@@ -74,11 +74,11 @@ async def test_each_prompt_has_n_choices_and_counts_once(client, worker):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_prompt_that_is_too_long_is_named(client, worker, stream):
+async def test_the_error_names_the_prompt_that_is_too_long(client, worker, stream):
     async def refuse_last(answer: Answer) -> None:
         if answer.choice < 2:
             return await say_prompt(answer)
-        await asyncio.sleep(0.05)  # the other prompt has begun
+        await asyncio.sleep(0.05)  # the other prompt is running
         await answer.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "It is too long.", "prompt")
 
     worker.script = refuse_last
@@ -115,7 +115,7 @@ PROMPT_ENTRIES = [prompt_entry(place, text) for place, text in enumerate(("Oh", 
 
 
 async def score_prompt(answer: Answer) -> None:
-    """The prompt's logprobs in two ranges, one of them twice, as after a takeover, and then a token if it may."""
+    """Publishes the prompt's logprobs in two ranges, the first twice, as after a takeover; then at most one token."""
     name = (answer.request.id, answer.claim.attempt)
     await answer.start()
     for entries in (PROMPT_ENTRIES[:2], PROMPT_ENTRIES[:2], PROMPT_ENTRIES[2:]):
@@ -130,7 +130,7 @@ async def score_prompt(answer: Answer) -> None:
 
 @pytest.mark.parametrize("num_asked", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(
+async def test_an_echoed_prompt_has_logprobs_except_for_its_first_token(
     client, worker, stream, num_asked
 ):
     worker.script = score_prompt
@@ -151,12 +151,12 @@ async def test_an_echoed_prompt_has_logprobs_but_of_its_first_token(
     assert choices[-1].finish_reason == "length"
     sampling = worker.requests[0].task.sampling
     assert (sampling.num_prompt_logprobs, sampling.max_tokens) == (1, num_asked)
-    if stream and num_asked:  # token ids are echoed without logprobs too
+    if stream and num_asked:  # token ids are also echoed without logprobs
         [told] = await chunks_of(client, **wish)
         assert (told.choices[0].text, told.choices[0].logprobs) == (text, None)
 
 
-async def test_prompt_logprobs_are_told_as_vllm_tells_them(gateway, worker):
+async def test_prompt_logprobs_have_the_format_of_vllm(gateway, worker):
     worker.script = score_prompt
     wish = {"model": MODEL, "prompt_logprobs": 2, "max_tokens": 1}
     rival = {"logprob": -0.25, "rank": 1, "decoded_token": " so"}
@@ -199,7 +199,7 @@ async def tokenize(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize("card", [replace(CARD, tasks=("generate", "tokenize"))])
-async def test_prompts_and_conversations_are_tokenized_as_vllm_says(gateway, worker):
+async def test_prompts_and_conversations_are_tokenized_as_by_vllm(gateway, worker):
     worker.script = tokenize
     post = gateway.client.post
     prompt = {"model": MODEL, "prompt": "a b", "add_special_tokens": False}

@@ -1,4 +1,4 @@
-"""Vectors and scores over HTTP, through the queue and a worker: right, in order, nobody else's, and nothing left behind."""
+"""Vectors and scores over HTTP, through the queue and a worker: correct, in order, isolated, and without leaks."""
 
 import asyncio
 import base64
@@ -52,7 +52,7 @@ async def embed(gateway, given, **options):
     return await gateway.client.post(EMBEDDINGS, json=body, headers=headers)
 
 
-# What is answered
+# Responses
 
 
 async def test_the_official_client_gets_a_vector_for_each_input(client):
@@ -86,11 +86,11 @@ async def test_options_reach_the_model(gateway):
         assert read_vectors(response.json()) == [expected]
 
 
-# What is refused
+# Refusals
 
 
 async def test_an_input_that_is_too_long_is_named_where_the_client_put_it(fleet):
-    """It fails the whole request."""
+    """One input that is too long fails the whole request."""
     gateway, [worker] = fleet
     worker.engine.gate.clear()
     long = "w " * 513
@@ -105,10 +105,10 @@ async def test_an_input_that_is_too_long_is_named_where_the_client_put_it(fleet)
     await until(lambda: not worker.engine.has_work())
 
 
-# Many
+# Large requests
 
 
-async def test_no_answer_holds_anothers_vectors(gateway):
+async def test_no_response_has_vectors_of_another_request(gateway):
     async def ask(number: int) -> None:
         mine = [
             f"text {number} {index} " + "word " * (number % 7) for index in range(number % 9 + 1)
@@ -120,8 +120,8 @@ async def test_no_answer_holds_anothers_vectors(gateway):
 
 
 @pytest.mark.parametrize("changes", [{"num_workers": 2, "engine": {"max_calls": 2}}])
-async def test_a_large_request_is_shared_and_comes_back_in_order(fleet, ends):
-    """Its results do not go through log or mailbox."""
+async def test_a_large_request_is_split_among_workers_and_stays_in_order(fleet, ends):
+    """The results bypass the request's log and the mailbox."""
     gateway, workers = fleet
     texts = [f"text {index} " + "word " * (index % 40) for index in range(2048)]
     response = await embed(gateway, texts)
@@ -149,11 +149,11 @@ async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
     assert not gateway.services.dispatcher.has_open(MODEL)
 
 
-# What is noted
+# Prompts
 
 
-def test_documents_need_no_prompt_of_their_own():
-    """A model with a prompt for queries alone takes documents as they are."""
+def test_documents_need_no_prompt():
+    """If a model has a prompt for queries only, documents are embedded without a prompt."""
     card = msgspec.structs.replace(CARD, tasks=("embed",), prompts=("query",))
     surface, context = Embeddings(LimitSettings()), RequestContext("", {}, 0.0)
     for use in ("search_document", "document", "passage"):
@@ -163,13 +163,11 @@ def test_documents_need_no_prompt_of_their_own():
         assert task.prompt_name is None
 
 
-# Equal inputs are computed once, also through two gateways, but never shared by tenants
+# Equal inputs are computed once, also across gateways, but never shared between tenants
 
 
 @pytest.mark.parametrize("changes", [KEYS])
-async def test_two_gateways_at_once_have_it_computed_once_and_another_tenant_anew(
-    fleet, ends, redis_server
-):
+async def test_two_gateways_share_a_computation_and_two_tenants_do_not(fleet, ends, redis_server):
     gateway, [worker] = fleet
 
     async def cached(gateway, *texts, key="sk-one"):
@@ -204,7 +202,7 @@ def as_base64(seed: int) -> str:
     return base64.b64encode(encoded(seed)).decode()
 
 
-async def test_images_stand_among_texts(gateway):
+async def test_images_and_texts_can_be_mixed(gateway):
     image = as_base64(1)
     url = f"data:image/png;base64,{image}"
     given = ["a text", {"image": image}, {"text": "more"}, {"image": url}]
@@ -217,7 +215,7 @@ async def test_images_stand_among_texts(gateway):
     form = {"files": {"file": ("a.png", encoded(1))}, "data": {"purpose": "vision"}}
     uploaded = await gateway.client.post("/v1/files", **form)
     texts = [{"type": "text", "text": text} for text in ("one", "two")]
-    for content, options, expected in (  # vLLM's messages are one text or one image
+    for content, options, expected in (  # each of vLLM's messages has one text or one image
         ([{"type": "image_url", "image_url": {"url": url}}], {"input": []}, plain),
         ([{"type": "image_url", "image_url": url}], {}, plain),
         ([{"type": "image_url", "image_url": uploaded.json()["id"]}], {}, plain),
@@ -257,7 +255,7 @@ async def test_the_best_documents_come_first(gateway):
     assert answer["meta"] == {"scorer": "cross_encoder"}
     assert answer["usage"]["total_tokens"] > 0
     assert "document" not in answer["results"][0]
-    for path in ("/v2/rerank", "/rerank"):  # other clients' paths
+    for path in ("/v2/rerank", "/rerank"):  # other paths that clients use
         assert (await rerank(gateway, path=path))["results"] == answer["results"]
         error = (await rerank(gateway, ["x", "w " * 600], path))["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "documents.[1]")

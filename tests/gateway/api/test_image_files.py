@@ -1,4 +1,4 @@
-"""Images that are uploaded once, and stand for their URL in requests of every API."""
+"""Uploaded images: requests of every API can name the file ID instead of a URL."""
 
 import hashlib
 import itertools
@@ -24,7 +24,7 @@ def api_key() -> str:
     return "sk-one"
 
 
-#: Fields of a request about an image, by the path of each API.
+#: The request fields with an image, by the path of each API.
 WORDS = {
     CHAT: lambda image: make_body([image_part(image)]),
     "/v1/responses": lambda image: {"input": turn({"type": "input_image", "file_id": image})},
@@ -44,7 +44,7 @@ async def ask(gateway: Any, path: str, image: str, headers: dict[str, str]) -> h
     return await gateway.client.post(path, json=body, headers=headers)
 
 
-async def test_an_image_is_uploaded_once_and_named_in_every_api(client, gateway, worker):
+async def test_every_api_accepts_the_id_of_an_uploaded_image(client, gateway, worker):
     file = await client.files.create(file=("scene.png", PNG), purpose="vision")
     assert (file.purpose, file.bytes, file.filename) == ("vision", len(PNG), "scene.png")
     sha256 = hashlib.sha256(PNG).hexdigest()
@@ -62,14 +62,14 @@ async def test_an_image_is_uploaded_once_and_named_in_every_api(client, gateway,
     assert (await client.files.content(file.id)).content == PNG
     worker.answers.clear()
     for path, name in itertools.product(WORDS, (*names, "file-image-none", "sha256:none")):
-        response = await ask(gateway, path, name, TWO)  # which has uploaded none
+        response = await ask(gateway, path, name, TWO)  # this key has uploaded no image
         error = response.json()["error"]
         assert (response.status_code, error["code"]) == (400, "file_not_found")
         assert error["param"].startswith("input" if "resp" in path else "messages")
     assert worker.requests == []
 
 
-async def test_a_list_begins_again_where_the_image_beside_a_page_was_deleted(client):
+async def test_a_page_can_begin_at_a_deleted_image(client):
     made = [
         await client.files.create(file=("scene.png", encoded(seed)), purpose="vision")
         for seed in range(3)
@@ -85,12 +85,12 @@ async def test_an_image_that_is_deleted_is_not_found(client, gateway, worker):
     file = await client.files.create(file=("scene.png", PNG), purpose="vision")
     again = await client.files.create(file=("again.png", PNG), purpose="vision")
     assert again.id == file.id
-    for method in ("GET", "DELETE"):  # it is no response
+    for method in ("GET", "DELETE"):  # a file ID is not a response ID
         path = f"/v1/responses/{file.id}"
         assert (await gateway.client.request(method, path, headers=ONE)).status_code == 404
     assert (await client.files.delete(file.id)).deleted
     assert (await ask(gateway, CHAT, file.id, ONE)).status_code == 400
-    assert not (await client.files.list(after=file.id)).data  # to delete all pages of a list
+    assert not (await client.files.list(after=file.id)).data  # clients delete a list page by page
     for gone in (client.files.retrieve(file.id), client.files.delete(file.id)):
         with pytest.raises(openai.NotFoundError):
             await gone

@@ -1,4 +1,4 @@
-"""`/v1/messages` with Anthropic's client: whole, streamed, images, stop sequences, errors."""
+"""`/v1/messages` with Anthropic's client: complete responses, streams, images, stop sequences, errors."""
 
 from itertools import groupby
 from operator import methodcaller
@@ -64,14 +64,14 @@ async def test_a_stream_has_its_events_in_order(client, worker, gateway):
         "message_start",
         "content_block_start",
         "ping",
-        "content_block_delta",  # as many as came one by one
+        "content_block_delta",  # one event per token or several tokens joined
         "content_block_stop",
         "message_delta",
         "message_stop",
     ]
 
 
-async def test_a_stop_sequence_is_named_and_a_limit_too(client, worker):
+async def test_the_stop_reason_names_a_stop_sequence_or_a_limit(client, worker):
     async def script(answer: Answer) -> None:
         name = (answer.request.id, answer.claim.attempt)
         stop = answer.request.task.sampling.stop
@@ -90,7 +90,7 @@ async def test_a_stop_sequence_is_named_and_a_limit_too(client, worker):
             assert (answer.stop_reason, answer.stop_sequence) == (reason, sequence)
 
 
-async def test_what_the_model_thinks_is_a_block_where_it_was_asked_for(client, worker):
+async def test_reasoning_is_a_thinking_block_if_requested(client, worker):
     worker.script = think
     wish = {"model": MODEL, "max_tokens": 9, "messages": HELLO}
     async with client.messages.stream(**wish, thinking={"type": "adaptive"}) as stream:
@@ -102,7 +102,7 @@ async def test_what_the_model_thinks_is_a_block_where_it_was_asked_for(client, w
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
-async def test_the_key_may_come_as_anthropics_clients_send_it(client, gateway):
+async def test_the_key_can_be_in_the_header_of_anthropics_clients(client, gateway):
     answer = await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
     assert answer.content[0].text == "Hello you"
     with pytest.raises(anthropic.AuthenticationError) as refused:

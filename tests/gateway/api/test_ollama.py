@@ -1,4 +1,4 @@
-"""Ollama's API: chats and prompts in lines of JSON, images, options, and what is told of models."""
+"""Ollama's API: chats and prompts as lines of JSON, images, options, and descriptions of models."""
 
 import json
 
@@ -14,7 +14,7 @@ def lines_of(text: str) -> list[dict]:
 
 
 async def test_the_curl_of_ollamas_own_examples_is_answered(gateway, worker):
-    form = {"content-type": "application/x-www-form-urlencoded"}  # as of `curl -d`
+    form = {"content-type": "application/x-www-form-urlencoded"}  # sent by `curl -d`
     content = json.dumps({"model": MODEL})
     response = await gateway.client.post("/api/show", content=content, headers=form)
     assert response.json()["capabilities"] == ["completion", "vision"]
@@ -45,7 +45,7 @@ async def test_a_whole_answer_to_images_options_and_a_tag(gateway, worker):
     assert (sampling.stop, sampling.seed) == (("END",), 7)
 
 
-async def test_a_prompt_goes_through_the_template_or_raw(gateway, worker):
+async def test_a_prompt_is_templated_unless_raw(gateway, worker):
     body = {"model": MODEL, "prompt": "hello", "system": "be short", "images": [PNG]}
     *pieces, end = lines_of((await gateway.client.post("/api/generate", json=body)).text)
     assert "".join(piece["response"] for piece in pieces) == "Hello you"
@@ -60,7 +60,7 @@ async def test_a_prompt_goes_through_the_template_or_raw(gateway, worker):
     assert second.task.prompt == TextPart("hello")
 
 
-async def test_what_the_model_thinks_is_apart(gateway, worker):
+async def test_reasoning_is_in_the_field_thinking(gateway, worker):
     worker.script = think
     assert not CARD.template_options
     body = {"model": MODEL, "messages": HELLO}

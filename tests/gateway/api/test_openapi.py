@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the chat route does, limits included."""
+"""The OpenAPI document describes the chat route, including its limits."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CHAT
 from tests.factories_settings import make_group
 
-#: Beginnings of limits of the gateway.
+#: Prefixes of limits that do not apply to a request's fields.
 NOT_OF_REQUESTS = ("max_open_", "max_key_", "max_queue_", "max_batch_", "max_header", "max_wrong_",
                    "max_lora", "max_store", "max_file")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Packages that come through the gateway: whose key it is, what is refused, and what is sent again."""
+"""Uploads of packages through the gateway: permissions, refusals, and resumed uploads."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ DEPLOY = {"authorization": "Bearer may-deploy"}
 
 
 class Uploads:
-    """A gateway, its store, and a client in another thread."""
+    """A gateway, its store, and a client that runs in another thread."""
 
     def __init__(self, gateway: RunningGateway, store: PackageStore) -> None:
         self.store = store
@@ -34,7 +34,7 @@ class Uploads:
         self.client = Client(str(gateway.client.base_url), "may-deploy")
 
     async def upload(self, folder: Path) -> tuple[str, int]:
-        """The digest, and how many files were sent."""
+        """Uploads a package; returns its digest and the number of files that were sent."""
 
         def run() -> tuple[str, int]:
             packed = pack(str(folder), engine={"kind": "mock"})
@@ -81,7 +81,7 @@ def make_folder(folder: Path, version: int) -> Path:
     return folder
 
 
-async def test_one_changed_file_of_a_package_is_sent_alone(uploads, tmp_path):
+async def test_only_the_changed_file_of_a_package_is_sent(uploads, tmp_path):
     first, num_sent = await uploads.upload(make_folder(tmp_path / "package", 1))
     assert num_sent == 8
     manifest = read_manifest(uploads.store, first)
@@ -94,8 +94,8 @@ async def test_one_changed_file_of_a_package_is_sent_alone(uploads, tmp_path):
     assert deployed.status_code == 202, deployed.text
 
 
-async def test_an_upload_that_was_cut_goes_on_where_it_was(uploads):
-    """A connection that ends within the body leaves what had come; the next sends the rest alone."""
+async def test_an_interrupted_upload_is_resumed(uploads):
+    """If the connection closes within the body, the gateway keeps the bytes; the next upload sends the missing ones."""
     data = os.urandom(3 * PIECE_BYTES)
     digest, size, never = digest_of(data), len(data), asyncio.Event()
     sending = asyncio.create_task(send_paced(uploads, data, 2 * PIECE_BYTES, never.wait))
@@ -112,7 +112,7 @@ async def test_an_upload_that_was_cut_goes_on_where_it_was(uploads):
         sent = await uploads.put(data[start:], digest, **{"content-range": rest})
         return None if sent.status_code == 409 else sent
 
-    sent = await until(send_rest)  # the gateway has seen that the first client is gone
+    sent = await until(send_rest)  # once the gateway has noticed that the first client left
     assert sent.status_code == 201, sent.text
     assert uploads.store.size(digest) == size
 
@@ -124,7 +124,7 @@ async def send_paced(
     pause: Callable[[], Awaitable[object]],
     key: str = "may-deploy",
 ):
-    """Upload a blob in pieces with pauses between them."""
+    """Uploads a blob in pieces with pauses between them."""
 
     async def pieces():
         for start in range(0, len(data), piece):
@@ -162,14 +162,14 @@ async def test_an_upload_below_the_minimum_rate_is_cut(run):
         assert answer.result().startswith(b"HTTP/1.1 408 ")
 
 
-async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(run):
+async def test_slow_uploads_of_a_key_are_bounded_and_do_not_block_others(run):
     async with run(body_timeout_s=10.0) as uploads:
         go_on = asyncio.Event()
         data = [os.urandom(200_000) for _ in range(8)]
         slow = [
             asyncio.create_task(send_paced(uploads, each, 199_999, go_on.wait)) for each in data
         ]
-        await asyncio.wait(slow, timeout=3.0)  # until eight are slow, four at a time
+        await asyncio.wait(slow, timeout=3.0)  # four run at a time, eight in total
         other = await send_paced(uploads, b"data", 4, go_on.wait, key="deploys-too")
         assert other.status_code == 201
         go_on.set()
@@ -181,7 +181,7 @@ async def test_slow_uploads_of_a_key_leave_place_for_others_and_are_few(run):
         assert refused.headers["retry-after"]
 
 
-async def test_what_is_no_such_blob_is_refused_by_its_field(uploads):
+async def test_an_invalid_blob_is_refused_by_field(uploads):
     data, other = b"data", digest_of(b"other")
     wrong = await uploads.put(data, other)
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (400, "digest_mismatch")
@@ -199,7 +199,7 @@ async def test_what_is_no_such_blob_is_refused_by_its_field(uploads):
 
 
 def junk_before(signature: str) -> list[str]:
-    """16 texts whose digests sort before the signature's."""
+    """Returns 16 texts whose digests sort before that of the signature."""
     texts = (f"junk {number}" for number in itertools.count())
     most = digest_of(signature.encode())
     return list(itertools.islice((t for t in texts if digest_of(t.encode()) < most), 16))

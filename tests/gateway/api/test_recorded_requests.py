@@ -1,4 +1,4 @@
-"""Requests as programs send them, cut down to the fields that were refused once."""
+"""Requests recorded from programs, reduced to fields that the gateway once refused."""
 
 from base64 import b64encode
 
@@ -50,7 +50,7 @@ async def test_claude_code(gateway, worker, card):
         output_config={"effort": "high"},
     )
     assert response.status_code == 200, response.text
-    # Citations are a list, since clients differ about null.
+    # `citations` is a list because clients disagree about null.
     assert answer["content"] == [{"type": "text", "text": "Hello you", "citations": []}]
     ignored = set(response.headers["x-vlm-ignored"].split(", "))
     takes_effort = "reasoning_effort" in card.template_options
@@ -64,7 +64,7 @@ async def test_claude_code(gateway, worker, card):
     assert worker.requests[-1].task.template_options == effort
 
 
-async def test_anthropics_tool_runner_is_told_to_go_on_without_a_thread(gateway):
+async def test_anthropics_tool_runner_can_continue_without_a_thread(gateway):
     body = {"max_tokens": 9, "messages": HELLO, "thread": {"type": "create"}}
     response, told = await post(gateway, MESSAGES, **body)
     assert response.status_code == 400
@@ -73,7 +73,7 @@ async def test_anthropics_tool_runner_is_told_to_go_on_without_a_thread(gateway)
     }  # fmt: skip
 
 
-async def test_documents_of_text_and_results_of_searches_are_text(gateway, worker):
+async def test_text_documents_and_search_results_become_text(gateway, worker):
     blocks = [
         {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain",
                                                       "data": "words"}},
@@ -108,7 +108,7 @@ async def test_ollamas_load_and_unload_need_no_worker(gateway, worker):
 
 
 @pytest.mark.parametrize("card", [replace(CARD, template_options=("enable_thinking",))])
-async def test_candle_vllms_forms(gateway, worker):
+async def test_requests_of_candle_vllm(gateway, worker):
     for stop in ({"Single": "</s>"}, {"Multiple": ["</s>"]}, "</s>", ["</s>"]):
         for thinking in (True, {"type": "enabled"}):
             body = {"stop": stop, "penalty": 1.5, "repeat_last_n": 64, "thinking": thinking}
@@ -120,14 +120,14 @@ async def test_candle_vllms_forms(gateway, worker):
             assert task.template_options == {"enable_thinking": True}
 
 
-async def test_open_webuis_panel(gateway, worker):
+async def test_requests_of_open_webuis_settings_panel(gateway, worker):
     body = {"repeat_penalty": 1.5, "num_ctx": 4096, "keep_alive": "5m", "mirostat": 0}
     response, _ = await post(gateway, CHAT, messages=HELLO, **body)
     assert response.headers["x-vlm-ignored"] == "num_ctx, keep_alive"
     assert worker.requests[-1].task.sampling.repetition_penalty == 1.5
 
 
-async def test_small_things_that_others_take(gateway, worker):
+async def test_wrapped_base64_many_tools_and_empty_tool_results_are_accepted(gateway, worker):
     url = data_url()
     start = url.index(",") + 20
     wrapped = {"url": f"{url[:start]}\n{url[start:]}"}
@@ -197,7 +197,7 @@ async def test_ocr_clients_ask_for_special_tokens_in_the_text(gateway, worker):
         assert worker.requests[-1].task.sampling.skip_special_tokens is (skips is not False)
 
 
-async def test_an_unknown_path_of_ollama_is_an_error_of_text(gateway):
+async def test_the_error_of_an_unknown_ollama_path_is_a_string(gateway):
     response, told = await post(gateway, "/api/pull")
     assert response.status_code == 404
     assert isinstance(told["error"], str)
@@ -233,13 +233,13 @@ async def test_codex_cli(gateway, worker):
     assert [turn.role for turn in turns] == ["user", "assistant", "tool", "assistant", "tool"]
     assert turns[1].tool_calls == (ToolCall("c", "apply_patch", '{"input":"a\\nb"}'),)
     assert turns[3].tool_calls[0].name == "local_shell"
-    assert turns[4].tool_call_id == "d"  # named by `id`
+    assert turns[4].tool_call_id == "d"  # the call is identified by `id`
     items = [*HELLO, {"type": "item_reference", "id": "msg_1"}]
     response, told = await post(gateway, "/v1/responses", input=items)
     assert (response.status_code, told["error"]["param"]) == (404, "input.[1].id")
 
 
-async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway):
+async def test_thinking_is_ignored_for_a_model_without_reasoning(gateway):
     for path, body, name in (
         (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
         (CHAT, {"enable_thinking": True}, "enable_thinking"),
@@ -256,7 +256,7 @@ async def test_thinking_is_a_hint_for_a_model_that_cannot(gateway):
 
 @pytest.mark.parametrize("card", [replace(CARD, template_options=("reasoning_effort",))])
 async def test_ollama_run_and_stop(gateway, worker, card):
-    """By Ollama's source: cmd/cmd.go and api/types.go."""
+    """Requests as in Ollama's source: cmd/cmd.go and api/types.go."""
     empty = {"prompt": "", "suffix": "", "system": "", "template": ""}
     show = {"system": "", "template": "", "verbose": False, "options": None, "name": ""}
     assert (await gateway.client.head("/")).status_code == 200
@@ -272,7 +272,7 @@ async def test_ollama_run_and_stop(gateway, worker, card):
         assert worker.requests[-1].task.template_options == {"reasoning_effort": effort}
 
 
-# Bodies field by field
+# Single fields of bodies
 
 
 def said(*turns):
@@ -309,14 +309,14 @@ TAKEN = [
     (CHAT, {"repetition_penalty": 1.0, "presence_penalty": 1.0, "max_completion_tokens": 5}),
     (CHAT, {"reasoning": {"effort": "low"}}),
     (GENERATE, {"think": True}),
-    # what changes nothing
+    # no-op values
     (CHAT, {"store": True, "service_tier": "auto", "parallel_tool_calls": False, "safety_identifier": "x",
             "prompt_cache_key": {"any": ["thing"]}, "verbosity": "low", "tools": [], "tool_choice": "none",
             "response_format": {"type": "text"}, "modalities": ["text"], "best_of": 1}),
-    # defaults of others
+    # defaults of other programs
     (CHAT, NO_OPS),
     (COMPLETIONS, NO_OPS),
-    # blocks and parts
+    # content blocks and parts
     (CHAT, parts({"type": "image_url", "image_url": data_url(), "max_dynamic_patch": 6})),
     (CHAT, parts({"type": "image_url", "image_url": {"url": data_url(), "detail": "low", "max_dynamic_patch": 6}})),
     (OLLAMA, {"options": {"stop": list("abcde")}}),
@@ -335,7 +335,7 @@ TAKEN = [
 ]  # fmt: skip
 
 
-async def test_each_is_answered(gateway):
+async def test_each_recorded_body_is_answered(gateway):
     for path, change in TAKEN:
         body = {"model": MODEL, **TEXT_BODIES[path], **change}
         response = await gateway.client.post(path, json=body)
@@ -363,7 +363,7 @@ SAMPLING = {
 }  # fmt: skip
 
 
-async def test_every_api_of_text_has_every_sampling_field(gateway, worker):
+async def test_every_text_api_accepts_every_sampling_field(gateway, worker):
     expected = {
         **SAMPLING,
         "stop_token_ids": (5,),

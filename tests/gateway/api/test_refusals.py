@@ -1,7 +1,7 @@
-"""Refusals of each API: a change of a valid request, and the code and field of the error.
+"""Refusals of each API: a change to a valid request, with the expected code and field of the error.
 
-What the lifecycle refuses for all of them is in tests/contract/test_surface.py. After every refusal of chat: the error
-has OpenAI's shape, is small and echoes no input. Nothing reaches a worker.
+Refusals that are the same for all APIs are in tests/contract/test_surface.py. After every refusal of chat, the error
+has OpenAI's shape, is small and echoes no input. No refused request reaches a worker.
 """
 
 import base64
@@ -56,7 +56,7 @@ def user(*parts: Any, role: str = "user") -> list[dict[str, Any]]:
 
 
 def with_tools(*tools: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Of the model that can be held to functions."""
+    """Returns a request to the model that supports required tool calls."""
     return {"model": ABLE, "tools": list(tools), **changes}
 
 
@@ -127,7 +127,7 @@ VALUES = [
     *[("model", value) for value in (5, "", CANARY * 100)],
     *[("messages", value) for value in ([], CANARY, None)],
 ]  # fmt: skip
-#: Of chat: name, changes of the body, status, code, param. What is unsupported whatever its value is in `UNSUPPORTED`.
+#: Chat: name, changes to the body, status, code, param. Fields refused with any value are in `UNSUPPORTED`.
 FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
     *[(f"unsupported {name}", {name: value}, 400, "unsupported_parameter", name) for name, value in (
         ("tool_choice", "required"),
@@ -171,7 +171,7 @@ FIELDS: list[tuple[str, dict[str, Any], int, str, str | None]] = [
         "file:///etc/passwd", "javascript:alert(1)", "//host/x.png", "",
     )],
 ]  # fmt: skip
-#: path, change of the body, code, param
+#: path, change to the body, code, param
 ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"response_format": SCHEMA}, "unsupported_parameter", "response_format.json_schema.schema"),
     (CHAT, {"messages": user({"type": "image_url", "image_url": {"url": PNG}})}, "invalid_image_url", "messages.[0].content.[0].image_url"),
@@ -195,7 +195,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "missing_field", "input.[0].call_id"),
     (RESPONSES, {"input": [{"type": "function_call_output", "call_id": "c"}]}, "missing_field", "input.[0].output"),
     *[(RESPONSES, {"input": [{"type": f"{kind}_output", "call_id": "c", "output": "x"}]}, "invalid_value", "input.[0].call_id")
-      for kind in ("function_call", "custom_tool_call")],  # no call has this id
+      for kind in ("function_call", "custom_tool_call")],  # no call has this ID
     (RESPONSES, {"input": [{"type": "local_shell_call_output", "output": "ok"}]}, "missing_field", "input.[0].call_id"),
     (RESPONSES, {"input": user({"type": "input_image", "file_id": "file-5"})}, "file_not_found", "input.[0].content.[0].file_id"),
     (RESPONSES, {"tools": [{"type": "function"}]}, "missing_field", "tools.[0].name"),
@@ -209,7 +209,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (MESSAGES, {"messages": user({"type": "tool_use", "id": "x", "name": "f", "input": {}})}, "invalid_value", "messages.[0].content.[0].type"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "unsupported_parameter", "output_config.format.schema"),
     *[(MESSAGES, source(data, "image/png"), "unsupported_image", f"{IMAGE}.data")
-      for data in ("bm8gaW1hZ2U=", "no base64")],  # the first is "no image"
+      for data in ("bm8gaW1hZ2U=", "no base64")],  # the first decodes to "no image"
     *[(MESSAGES, source(data, "image/png"), "invalid_image", f"{IMAGE}.data") for data in (PNG[:16], "")],
     (OLLAMA, {"format": "xml"}, "invalid_grammar", "format"),
     *[(OLLAMA, {"options": {name: value}}, "invalid_value", f"options.{name}") for name, value in (
@@ -243,7 +243,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (RERANK, {"documents": [{"image": "x"}]}, "missing_field", "documents.[0].text"),
     (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, "invalid_value", "text_1"),
 ]  # fmt: skip
-#: path, change of the body, param, and some of the values that the refusal tells
+#: path, change to the body, param, and some of the values that the error lists
 CLOSED_SETS: list[tuple[str, dict[str, Any], str, set[str]]] = [
     (CHAT, {"service_tier": "?"}, "service_tier", {"auto", "flex"}),
     (CHAT, {"reasoning_effort": "?"}, "reasoning_effort", {"none", "xhigh"}),
@@ -272,14 +272,14 @@ class Fleet:
     workers: list[ScriptedWorker]
 
     async def ask(self, path: str, change: dict[str, Any]) -> httpx.Response:
-        """Send a request with a change."""
+        """Sends a valid request with a change."""
         dialect = DIALECTS[path]
         model = NUMBERS if TASK_OF[path] in ("embed", "rerank") else MODEL
         body = {"model": model, **dialect.body, **dialect.extra, **change}
         return await self.gateway.client.post(path, json=body)
 
     async def send(self, content: Any) -> httpx.Response:
-        """Send bytes to chat."""
+        """Sends a raw body to chat."""
         return await self.gateway.client.post(CHAT, content=content, headers=JSON_TYPE)
 
 
@@ -294,14 +294,14 @@ async def everything(redis_server):
 
 @pytest.fixture
 def fleet(everything):
-    """Nothing that is refused reaches a worker."""
+    """Checks that no refused request reached a worker."""
     yield everything
     assert not any(worker.answers for worker in everything.workers)
 
 
 @pytest.fixture
 def answering(everything):
-    """The fleet and the worker of the usual model."""
+    """The fleet, and the worker of the default model."""
     yield everything, everything.workers[0]
     everything.workers[0].answers.clear()
 
@@ -321,7 +321,7 @@ def check_error(response: httpx.Response, status: int, code: str, param: str | N
 @pytest.mark.parametrize(
     ("path", "change", "code", "param"), ROWS, ids=lambda value: str(value)[:40]
 )
-async def test_what_cannot_be_honoured_is_refused_by_name(fleet, path, change, code, param):
+async def test_unsupported_values_are_refused_by_field(fleet, path, change, code, param):
     response = await fleet.ask(path, change)
     assert response.status_code == 400, response.text
     assert DIALECTS[path].error_of(response.json()) == (code, param)
@@ -336,14 +336,16 @@ async def test_a_bad_field_is_refused_by_name(fleet, changes, status, code, para
     check_error(await fleet.ask(CHAT, changes), status, code, param)
 
 
-async def test_texts_that_are_too_long_together_are_a_413(fleet):
+async def test_texts_that_are_too_long_in_total_are_a_413(fleet):
     response = await fleet.ask(EMBEDDINGS, {"input": ["x" * 1_000_000] * 2 + ["y"]})
     assert response.status_code == 413
     assert DIALECTS[EMBEDDINGS].error_of(response.json())[1] == "input"
 
 
 @pytest.mark.parametrize(("path", "change", "param", "values"), CLOSED_SETS)
-async def test_a_value_outside_a_closed_set_is_told_the_set(fleet, path, change, param, values):
+async def test_the_error_of_an_unknown_enum_value_lists_the_known_ones(
+    fleet, path, change, param, values
+):
     response = await fleet.ask(path, change)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
@@ -401,7 +403,7 @@ async def test_a_bad_body_is_refused(fleet):
         check_error(response, 415, "unsupported_media_type", None)
 
 
-async def test_what_asks_for_nothing_else_is_answered(answering):
+async def test_no_op_values_are_accepted(answering):
     fleet, _ = answering
     for text in (
         '"n": 2, "n": 1',
@@ -417,7 +419,7 @@ async def test_what_asks_for_nothing_else_is_answered(answering):
         assert (await fleet.gateway.chat(headers=headers)).status_code == 200
 
 
-async def test_text_is_text_whatever_it_looks_like(answering):
+async def test_text_that_looks_like_json_or_a_token_stays_text(answering):
     fleet, worker = answering
     controls = "\x00\ufffe\u202e" + "e" + "\u0301" * 500
     images = ("![](http://127.0.0.1:1/x.png)", "<img src=http://127.0.0.1:1/>", data_url())

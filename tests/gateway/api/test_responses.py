@@ -1,4 +1,4 @@
-"""`/v1/responses` with OpenAI's client: whole, streamed, images, and what is refused."""
+"""`/v1/responses` with OpenAI's client: complete responses, streams, images, and refusals."""
 
 import asyncio
 from functools import partial
@@ -45,22 +45,22 @@ async def test_a_text_and_instructions_make_a_conversation(client, worker):
 
 async def test_a_stream_has_its_events_in_order(client, worker):
     events = [e async for e in await client.responses.create(model=MODEL, input="hi", stream=True)]
-    # There are as many deltas as came one by one.
+    # Consecutive deltas count as one, because tokens can be joined.
     assert [kind.removeprefix("response.") for kind, _ in groupby(e.type for e in events)] == [
         "created", "in_progress", "output_item.added", "content_part.added", "output_text.delta",
         "output_text.done", "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip
     numbers = [event.sequence_number for event in events]
-    assert numbers == sorted(set(numbers))  # those of tokens that came joined are left out
+    assert numbers == sorted(set(numbers))  # numbers of joined tokens are skipped
     assert [e.text for e in events if e.type == "response.output_text.done"] == ["Hello you"]
     assert events[-1].response.usage.total_tokens == 10
     async with client.responses.stream(model=MODEL, input="hi") as stream:
-        final = await stream.get_final_response()  # accumulated by the client
+        final = await stream.get_final_response()  # the client accumulates the events
     assert final.output_text == "Hello you"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_was_cut_is_incomplete(client, worker, stream):
+async def test_a_truncated_response_is_incomplete(client, worker, stream):
     worker.script = says("half", reason=FinishReason.LENGTH)
     answer = await client.responses.create(model=MODEL, input="hi", stream=stream)
     if stream:
@@ -72,7 +72,7 @@ async def test_an_answer_that_was_cut_is_incomplete(client, worker, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_the_model_thinks_is_an_item_before_the_message(client, worker, stream):
+async def test_reasoning_is_an_item_before_the_message(client, worker, stream):
     worker.script = think
     answer = await client.responses.create(model=MODEL, input="hi", stream=stream)
     if stream:
@@ -86,7 +86,7 @@ async def test_what_the_model_thinks_is_an_item_before_the_message(client, worke
     assert message.content[0].text == "yes"
 
 
-def test_numbers_do_not_depend_on_which_tokens_come_together():
+def test_sequence_numbers_do_not_depend_on_joined_tokens():
     both, call = {"reasoning": "b", "text": "c"}, {"text": "d", "calls": (CallPiece(0, "f", "{"),)}
     pieces = ({"reasoning": "a"}, both, call, {"text": "e"})
     tokens = [(0, Tokens("r", 0, n, (n,), **piece)) for n, piece in enumerate(pieces)]
@@ -98,7 +98,7 @@ def test_numbers_do_not_depend_on_which_tokens_come_together():
         return begun + [f for each in tokens[num_joined:] for f in answer.frames([each], None)]
 
     for num_joined in range(4):
-        assert frames(num_joined)[-1] == frames(1)[-1]  # with its numbers
+        assert frames(num_joined)[-1] == frames(1)[-1]  # including its sequence numbers
 
 
 async def test_a_failure_in_a_stream_says_how_the_response_failed(client, worker):
@@ -125,11 +125,11 @@ async def test_the_tokens_of_an_input_are_counted(client, worker):
     assert len(request.task.images) == 1
 
 
-# Answers that are kept
+# Stored responses
 
 
 @pytest.mark.parametrize("card", [replace(CARD, supports_grammars=True)])
-async def test_a_request_goes_on_from_a_call_with_what_came_of_it(client, worker):
+async def test_a_request_continues_a_stored_tool_call_with_its_output(client, worker):
     async def script(answer: Answer) -> None:
         await answer.start()
         [event] = answer.deltas("")
@@ -154,9 +154,9 @@ async def test_a_request_goes_on_from_a_call_with_what_came_of_it(client, worker
     assert kinds == ["message", "function_call", "function_call_output"]
 
 
-async def test_a_request_goes_on_from_an_answer_with_its_image_and_beginning(client, worker):
+async def test_a_request_continues_a_stored_response_with_its_image(client, worker):
     ask = partial(client.responses.create, model=MODEL)
-    begun = {"role": "assistant", "content": "Well. "}  # the answer continues it
+    begun = {"role": "assistant", "content": "Well. "}  # the model continues this message
     first = await ask(input=[*ITEMS, begun], instructions="be short")
     again = await ask(input="and now?", previous_response_id=first.id)
     assert again.previous_response_id == first.id
@@ -174,14 +174,14 @@ async def test_a_request_goes_on_from_an_answer_with_its_image_and_beginning(cli
     assert refused.value.param == "previous_response_id"
 
 
-async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, worker):
+async def test_a_stored_response_is_retrieved_listed_and_deleted(client, worker):
     key = {"idempotency-key": "once"}
     ask = partial(client.responses.create, model=MODEL, input=ITEMS, extra_headers=key)
     made = await ask()
     assert (await client.responses.retrieve(made.id)).output_text == "Hello you"
     page = await client.responses.input_items.list(made.id, order="asc")
     assert [part.type for part in page.data[0].content] == ["input_text", "input_image"]
-    for field in ("after", "before", "include[]"):  # an unknown id begins no page
+    for field in ("after", "before", "include[]"):  # an unknown ID is refused as a cursor
         with pytest.raises(openai.BadRequestError) as refused:
             await client.responses.input_items.list(made.id, extra_query={field: "none"})
         assert refused.value.param == field
@@ -189,13 +189,13 @@ async def test_an_answer_that_is_kept_is_shown_listed_and_forgotten(client, work
         with pytest.raises(openai.BadRequestError, match=named):
             await client.responses.retrieve(made.id, extra_query=query)
     await client.responses.delete(made.id)
-    assert (await ask()).id == made.id  # the retry does not store it again
+    assert (await ask()).id == made.id  # the retry does not store the response again
     for gone in (client.responses.retrieve(made.id), client.responses.delete(made.id)):
         with pytest.raises(openai.NotFoundError):
             await gone
 
 
-async def test_an_answer_that_another_reader_completes_is_kept_with_its_images(
+async def test_a_response_completed_by_another_reader_is_stored_with_its_images(
     gateway, worker, client
 ):
     go_on = asyncio.Event()
@@ -219,7 +219,7 @@ async def test_an_answer_that_another_reader_completes_is_kept_with_its_images(
 @pytest.mark.parametrize(
     "changes", [{"gateway": {"api_keys": ["sk-a", "sk-b"]}, "limits": {"max_key_responses": 2}}]
 )
-async def test_the_oldest_make_room_and_another_key_finds_none(client, worker):
+async def test_the_oldest_responses_are_evicted_and_other_keys_see_none(client, worker):
     mine, theirs = (client.with_options(api_key=key) for key in ("sk-a", "sk-b"))
     made = [await mine.responses.create(model=MODEL, input="hello") for _ in range(3)]
     forgotten = await mine.responses.create(model=MODEL, input="hello", store=False)

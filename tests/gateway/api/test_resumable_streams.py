@@ -1,4 +1,4 @@
-"""Resumable answers: any gateway continues them, each event once and in order, for their own tenant only."""
+"""Resumable streams: any gateway continues them, with each event once and in order, for the same tenant only."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ async def other(fleet, worker, changes):
 
 
 class Paced:
-    """A script that says a word at a time, when told."""
+    """A worker script that emits one word each time the test allows it."""
 
     def __init__(self, worker) -> None:
         self.turns = asyncio.Semaphore(0)
@@ -62,7 +62,7 @@ class Paced:
 
 
 def parse(text: str) -> list[tuple[int, str]]:
-    """The ids and data of a stream's events."""
+    """Returns the id and the data of each event of a stream."""
     events = []
     for block in text.split("\n\n"):
         lines = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
@@ -78,7 +78,7 @@ def content(events: list[tuple[int, str]]) -> str:
 
 @asynccontextmanager
 async def begun(gateway, body=None):
-    """An open stream, event by event; left when the block ends."""
+    """Opens a stream and yields its events; closes it when the block ends."""
     body = {**(body or make_body()), "stream": True}
     async with gateway.client.stream("POST", CHAT, json=body, headers=RESUMABLE) as response:
         assert response.status_code == 200
@@ -100,7 +100,7 @@ async def take_up(gateway, response, last_id: int | None) -> httpx.Response:
 
 
 async def forget(redis, redis_prefix) -> None:
-    """As when Redis has lost the requests."""
+    """Deletes all requests and logs, as if Redis had lost them."""
     for kind in ("request", "log"):
         async for name in redis.scan_iter(match=f"{redis_prefix}:*:{kind}:*"):
             await redis.delete(name)
@@ -116,7 +116,7 @@ async def read_until(events, last_id: int) -> list[tuple[int, str]]:
     raise AssertionError(seen)
 
 
-async def test_another_gateway_goes_on_exactly_where_the_first_was_left(gateway, other, worker):
+async def test_another_gateway_continues_after_the_last_event_id(gateway, other, worker):
     script = Paced(worker)
     body = make_body(stream_options={"include_usage": True})
     for num_seen in (1, 3, 5):
@@ -135,17 +135,17 @@ async def test_another_gateway_goes_on_exactly_where_the_first_was_left(gateway,
         assert usage["completion_tokens"] == len(WORDS)
         heads = [json.loads(data) for _, data in whole if data != "[DONE]"]
         assert len({(head["id"], head["created"]) for head in heads}) == 1
-    for last_id in (None, 0, 1, 5, 7):  # it has ended
+    for last_id in (None, 0, 1, 5, 7):  # the stream has ended
         again = parse((await take_up(other, response, last_id)).text)
         known = -1 if last_id is None else last_id
         assert again[-1] == whole[-1]
         assert content(again) == "".join(WORDS[max(0, known) :])
         assert min(event_id for event_id, _ in again) > known
     script.go(6)
-    assert "\nid:" not in "\n" + await gateway.stream(body)  # which does not ask for it
+    assert "\nid:" not in "\n" + await gateway.stream(body)  # without `x-vlm-resumable`
 
 
-async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix):
+async def test_an_unknown_stream_is_a_404(gateway, redis, redis_prefix):
     record = StreamRecord("chat", MODEL, "", "", 0, False, msgspec.Raw(b"5"), MODEL)
     of_other_versions = {"a" * 32: b'{"model": "tiny"}', "b" * 32: encode(record)}
     for name, data in of_other_versions.items():
@@ -157,7 +157,7 @@ async def test_a_stream_that_is_not_known_is_a_404(gateway, redis, redis_prefix)
     assert not gateway.services.dispatcher.has_open(MODEL)
 
 
-async def test_a_request_whose_images_cannot_be_held_has_no_reader_and_a_retry_stores_them(
+async def test_if_images_cannot_be_stored_nothing_is_queued_and_a_retry_stores_them(
     gateway, worker, monkeypatch
 ):
     content = [{"type": "input_image", "image_url": data_url()}]
@@ -177,9 +177,11 @@ async def test_a_request_whose_images_cannot_be_held_has_no_reader_and_a_retry_s
     assert second == first != []
 
 
-async def test_a_reader_that_ends_leaves_the_key(gateway, other, worker, monkeypatch):
+async def test_a_reader_that_disconnects_does_not_release_the_key(
+    gateway, other, worker, monkeypatch
+):
     monkeypatch.setattr("gateway.calls.resume.BEGINS_WITHIN_S", 0.0)
-    worker.script = lambda answer: asyncio.sleep(0)  # the request has not begun
+    worker.script = lambda answer: asyncio.sleep(0)  # the request does not begin
     key = {"idempotency-key": "order-84"}
     first = asyncio.create_task(gateway.chat(headers=key))
     await until(lambda: worker.answers)
@@ -191,7 +193,7 @@ async def test_a_reader_that_ends_leaves_the_key(gateway, other, worker, monkeyp
     first.cancel()
 
 
-async def test_what_cannot_be_taken_up_again_is_refused_by_name(gateway):
+async def test_invalid_resumable_requests_are_refused_by_field(gateway):
     key = {"idempotency-key": "order-68"}
     for headers, body, param in (
         (RESUMABLE, {"n": 2, "stream": True}, "n"),
@@ -202,7 +204,7 @@ async def test_what_cannot_be_taken_up_again_is_refused_by_name(gateway):
     ):
         response = await gateway.chat(make_body(**body), headers=headers)
         assert code(response) == (400, "invalid_value", param)
-    assert (await gateway.chat(headers=key)).status_code == 200  # a refusal leaves its key free
+    assert (await gateway.chat(headers=key)).status_code == 200  # a refusal releases the key
 
 
 async def test_a_retry_with_the_same_key_joins_the_running_request(gateway, other, worker):
@@ -230,7 +232,7 @@ async def test_a_retry_with_the_same_key_joins_the_running_request(gateway, othe
         worker.answers.clear()
 
 
-async def test_readers_of_a_lost_request_are_told(
+async def test_readers_of_a_lost_request_get_an_error(
     gateway, worker, redis, redis_prefix, monkeypatch
 ):
     monkeypatch.setattr("gateway.calls.resume.BEGINS_WITHIN_S", 0.1)
@@ -245,14 +247,14 @@ async def test_readers_of_a_lost_request_are_told(
     lost = await take_up(gateway, first, None)
     for told in (unreadable, lost):
         assert code(told)[:2] == (503, "worker_lost")
-    again = await gateway.chat(make_body(stream=True), headers=key)  # a retry begins anew
+    again = await gateway.chat(make_body(stream=True), headers=key)  # a retry runs it again
     assert content(parse(again.text)) == "".join(WORDS)
     assert len(worker.answers) == 2
 
 
 @contextmanager
 def unavailable(queue: RedisGatewayQueue, *, is_queued: bool):
-    """Redis fails as a request is queued: before it was, or just after."""
+    """Redis fails while a request is queued: before the write, or after it."""
     submit = queue.submit
 
     async def fail(*arguments, **options) -> None:
@@ -265,10 +267,10 @@ def unavailable(queue: RedisGatewayQueue, *, is_queued: bool):
     queue.submit = submit
 
 
-async def test_a_retry_joins_what_was_queued_though_nobody_knew(
+async def test_a_retry_joins_a_request_that_was_queued_without_a_reply(
     gateway, other, worker, redis, redis_prefix
 ):
-    """And only a retry: the key stands for that request. What may be queued keeps its images."""
+    """Only a retry joins it: the key identifies the request. A request that was possibly queued keeps its images."""
     script = Paced(worker)
     key = {"idempotency-key": "order-71"}
     body = make_body([image_part(data_url())])
@@ -289,13 +291,13 @@ async def test_a_retry_joins_what_was_queued_though_nobody_knew(
 
 
 def metric(text: str, name: str) -> float:
-    """The sum of a metric's series whose labels begin so."""
+    """Returns the sum of all series that begin with `name`."""
     return sum(
         float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)
     )
 
 
-async def test_an_answer_that_is_told_again_is_counted_once(gateway, worker):
+async def test_metrics_count_a_repeated_response_once(gateway, worker):
     key = {"idempotency-key": "order-75"}
     body = make_body(stream=True)
     first = await gateway.chat(body, headers=key)
@@ -334,7 +336,7 @@ async def test_a_follower_ends_at_its_deadline_while_redis_is_away(
     assert json.loads(parse(text)[-1][1])["error"]["code"] == "deadline_exceeded"
 
 
-async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(
+async def test_a_retry_after_a_retryable_failure_runs_the_request_again(
     gateway, other, worker, redis, redis_prefix
 ):
     async def fail_first(answer: Answer) -> None:
@@ -351,7 +353,7 @@ async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(
         failed = await gateway.chat(body, headers=key)
         assert (failed.status_code, failed.headers["x-should-retry"]) == (503, "true")
         record = RedisKeys(redis_prefix).stream(failed.headers["x-request-id"][4:])
-        assert await redis.pexpire(record, 60_000)  # it was sent long ago
+        assert await redis.pexpire(record, 60_000)  # the record is an old one
 
         retries = [each.chat(body, headers=key) for each in (gateway, other, gateway, other)]
         answers = await asyncio.gather(*retries)
@@ -360,7 +362,7 @@ async def test_a_retry_that_a_failure_asked_for_runs_the_request_again(
         assert len(worker.answers) == 2
         assert await redis.pttl(record) > 60_000
     worker.answers.clear()
-    key, failure = {"idempotency-key": "order-80"}, ErrorCode.ENGINE_FAILURE  # which is final
+    key, failure = {"idempotency-key": "order-80"}, ErrorCode.ENGINE_FAILURE  # a final failure
     answers = [await gateway.chat(headers=key) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [500, 500]
     assert len(worker.answers) == 1

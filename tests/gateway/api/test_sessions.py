@@ -25,7 +25,7 @@ def card():
 
 
 class Scripted:
-    """A worker that answers a task with its input, when the test allows it."""
+    """A worker that answers each task with its input when the test allows it."""
 
     def __init__(self, worker) -> None:
         self.worker = worker
@@ -45,7 +45,7 @@ class Scripted:
 
 
 class Client:
-    """What a client does with one session."""
+    """A client of one session."""
 
     def __init__(self, gateway, key: str = "") -> None:
         self.gateway = gateway
@@ -84,7 +84,7 @@ async def session(gateway, scripted) -> Client:
     return await Client(gateway).open(common_data={"word": "dear"})
 
 
-async def test_tasks_of_a_session_have_its_common_data_and_come_to_something(session, worker):
+async def test_tasks_get_the_common_data_of_their_session_and_end(session, worker):
     sent = await session.send({"input": {"a": 1}, "id": "one"}, {"input": "fail", "id": "two"})
     assert [task["state"] for task in sent["data"]] == ["pending", "pending"]
     one, two = await session.end_of("one"), await session.end_of("two")
@@ -96,7 +96,7 @@ async def test_tasks_of_a_session_have_its_common_data_and_come_to_something(ses
     assert len(common) == 1
     assert await worker.blobs.get(common.pop()) == b'{"word":"dear"}'
     assert await session.counts() == {"succeed": 1, "failed": 1}
-    again = await session.send({"input": {"a": 1}, "id": "one"})  # the same task
+    again = await session.send({"input": {"a": 1}, "id": "one"})  # the same task is not run again
     assert again["data"][0]["state"] == "succeed"
     assert await session.end_of("one") == one
     assert len(worker.requests) == 2
@@ -104,8 +104,8 @@ async def test_tasks_of_a_session_have_its_common_data_and_come_to_something(ses
     assert other["error"]["code"] == "task_id_reused"
 
 
-async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session):
-    long, breaks = "x" * 1000, "a\u2028b\x85c"  # line breaks of Unicode are text
+async def test_a_list_of_tasks_shows_inputs_and_outputs(session):
+    long, breaks = "x" * 1000, "a\u2028b\x85c"  # Unicode line breaks stay part of the text
     inputs = {"one": {"a": 1}, "two": "fail", "three": long, "four": breaks}
     await session.send(*({"input": value, "id": name} for name, value in inputs.items()))
     for name in inputs:
@@ -123,7 +123,7 @@ async def test_a_list_of_tasks_shows_what_was_asked_and_what_came_of_it(session)
     assert answer.json()["output"] == [breaks]
 
 
-async def test_limits_of_open_sessions_add_up_until_they_are_closed(gateway, scripted, redis):
+async def test_limits_count_open_sessions_until_they_are_closed(gateway, scripted, redis):
     deployments, now = gateway.services.deployments, time.time()
     assert await deployments.session_limits(MODEL, now) == (0, 0)
     one = await Client(gateway).open(min_instances=1, max_instances=2)
@@ -144,9 +144,7 @@ async def test_limits_of_open_sessions_add_up_until_they_are_closed(gateway, scr
     assert refused["error"]["param"] == "min_instances"
 
 
-async def test_a_session_is_opened_where_instances_have_its_resources(
-    gateway, scripted, monkeypatch
-):
+async def test_a_session_requires_instances_with_its_resources(gateway, scripted, monkeypatch):
     has = {"cpu": 2.0, "memory_bytes": 2**30, "gpu": 0}
     monkeypatch.setattr(gateway.services.models, "resources", lambda name: has)
     await Client(gateway).open(resources={"cpu": 2, "memory_bytes": 2**30})
@@ -155,7 +153,7 @@ async def test_a_session_is_opened_where_instances_have_its_resources(
     for more in ({"cpu": 3}, {"gpu": 1}):
         refused = await Client(gateway).ask("POST", path, {"resources": more}, 409)
         assert refused["error"]["code"] == "insufficient_resources"
-    has["memory_bytes"] = 2**10  # as a later version is deployed
+    has["memory_bytes"] = 2**10  # as if a later version with other resources was deployed
     refused = await session.send({"input": 1}, status=409)
     assert refused["error"]["code"] == "insufficient_resources"
 
@@ -191,7 +189,7 @@ async def test_a_task_is_followed_piece_by_piece(session, gateway):
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_open_requests": 1}}])
-async def test_who_follows_a_task_has_an_open_request_until_its_end(session, gateway, scripted):
+async def test_following_a_task_counts_as_an_open_request(session, gateway, scripted):
     scripted.gate.clear()
     await session.send({"input": 1, "id": "t"})
     path = f"/v1/sessions/{session.id}/tasks/t/events"
@@ -206,7 +204,7 @@ async def test_who_follows_a_task_has_an_open_request_until_its_end(session, gat
     await until(lambda: gateway.server.should_exit)
 
 
-async def test_json_of_100_levels_is_taken_and_of_more_refused_by_field(session, gateway, worker):
+async def test_json_deeper_than_100_levels_is_refused_by_field(session, gateway, worker):
     run, tasks = f"/v1/applications/{MODEL}/run", f"/v1/sessions/{session.id}/tasks"
     for (opening, closing), levels in itertools.product(
         (("[", "]"), ('{"a":', "}")), (100, 101, *range(966, 972), 5000)
@@ -225,7 +223,7 @@ async def test_json_of_100_levels_is_taken_and_of_more_refused_by_field(session,
 
 
 async def test_any_gateway_finds_a_task(session, fleet, gateway, scripted, monkeypatch):
-    """Also one whose reply was lost as it was queued."""
+    """Also a task whose reply was lost when it was queued."""
     submit = gateway.services.dispatcher.submit
 
     async def lose_reply(*arguments: Any, **options: Any) -> None:
@@ -245,7 +243,7 @@ async def test_any_gateway_finds_a_task(session, fleet, gateway, scripted, monke
     assert await session.counts() == {"succeed": 1}
 
 
-async def test_closing_cancels_what_waits_and_lets_finish_what_runs(
+async def test_closing_cancels_waiting_tasks_and_lets_running_ones_finish(
     session, scripted, worker, redis, redis_prefix
 ):
     scripted.gate.clear()
@@ -253,10 +251,10 @@ async def test_closing_cancels_what_waits_and_lets_finish_what_runs(
     await until(lambda: worker.requests)
     worker.stop_claiming()
     await session.send({"input": 1, "id": "waits"})
-    # What was being read at this moment may have been taken all the same.
+    # A task that is being claimed at this moment can still be claimed.
     closed = await session.ask("POST", ":close", {})
     assert (closed["state"], closed["cancelled"]) == ("closed", 1)
-    common = worker.requests[0].task.common  # outlives the task that runs
+    common = worker.requests[0].task.common  # the common data is kept until the running task ends
     assert await redis.pttl(RedisKeys(redis_prefix).blob(common.sha256)) > 1000 * 3600
     scripted.gate.set()
     assert (await session.end_of("runs"))["state"] == "succeed"
@@ -270,7 +268,7 @@ async def test_a_cancelled_task_stops_its_worker(session, scripted, worker, redi
     assert (await session.end_of("x"))["state"] == "succeed"
     assert (await session.end_of("y"))["state"] == "failed"
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*:request:*")]
-    assert await redis.delete(*keys)  # as when nobody has asked for long
+    assert await redis.delete(*keys)  # as if nobody had requested the events for a long time
     gone = await session.ask("GET", "/tasks/x/events", status=404)
     assert gone["error"]["code"] == "result_expired"
     worker.script = say_nothing
@@ -282,10 +280,8 @@ async def test_a_cancelled_task_stops_its_worker(session, scripted, worker, redi
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_queue_depth": 2}}])
-async def test_tasks_that_were_not_queued_are_named_and_those_that_were_are_listed(
-    session, scripted, worker
-):
-    """What a full queue refuses may be sent again."""
+async def test_the_error_names_tasks_that_were_not_queued(session, scripted, worker):
+    """Tasks that a full queue refused can be sent again."""
     scripted.gate.clear()
     tasks = [{"input": i, "id": f"t{i}"} for i in range(10)]
     worker.stop_claiming()
@@ -310,7 +306,7 @@ async def test_tasks_that_were_not_queued_are_named_and_those_that_were_are_list
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": "sk-one,sk-two"}}])
-async def test_a_session_is_its_tenants_own(gateway, scripted):
+async def test_a_session_is_visible_to_its_tenant_only(gateway, scripted):
     own = await Client(gateway, "sk-one").open()
     await own.send({"input": 1, "id": "x"})
     await own.end_of("x")
@@ -327,14 +323,14 @@ async def test_a_session_is_its_tenants_own(gateway, scripted):
     assert (await own.end_of("x"))["output"] == [1]
 
 
-async def test_a_key_has_a_number_of_sessions(gateway, scripted, monkeypatch):
+async def test_the_number_of_sessions_of_a_key_is_limited(gateway, scripted, monkeypatch):
     monkeypatch.setattr(LimitSettings, "max_sessions", 2)
     await Client(gateway).open(idle_s=0.001, timeout_s=0.001)
     last = await Client(gateway).open()
     async with asyncio.timeout(20):
         while len((await Client(gateway).ask("GET", "/v1/sessions"))["data"]) > 1:
             await asyncio.sleep(0.01)
-    await Client(gateway).open()  # in the place of the one that is forgotten
+    await Client(gateway).open()  # replaces the closed session
     path = f"/v1/applications/{MODEL}/sessions"
     told = await Client(gateway).ask("POST", path, {}, status=409)
     assert told["error"]["code"] == "too_many_sessions"
@@ -367,7 +363,7 @@ async def test_bad_tasks_name_the_field(session):
         assert told["error"]["param"] == "name"
 
 
-async def test_a_task_of_a_session_may_have_as_many_commas_as_one_of_none(session, gateway):
+async def test_tasks_with_and_without_a_session_have_the_same_value_limit(session, gateway):
     numbers = [1] * 400_000
     await session.send({"input": numbers, "id": "many"})
     assert (await session.end_of("many"))["output"] == [numbers]
@@ -376,7 +372,7 @@ async def test_a_task_of_a_session_may_have_as_many_commas_as_one_of_none(sessio
 
 
 @pytest.mark.parametrize("card", [CARD])
-async def test_a_model_has_no_sessions(gateway, worker):
+async def test_sessions_of_a_model_that_is_no_application_are_refused(gateway, worker):
     for path in ("sessions", "run"):
         answer = await gateway.client.post(f"/v1/applications/{MODEL}/{path}", json={"input": 1})
         assert code(answer) == (400, "wrong_task", "name")

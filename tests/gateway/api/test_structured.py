@@ -1,4 +1,4 @@
-"""Structured outputs: the fields that request them, their limits, and the grammar that the worker gets."""
+"""Structured outputs: the fields that request them, their limits, and the grammar sent to the worker."""
 
 import json
 from typing import Any
@@ -42,7 +42,7 @@ MEANT = [
     ({"response_format": {"type": "json_object"}}, ("json", ANY_OBJECT, "response_format")),
     (schema_format(SCHEMA), ("json", COMPACT, WHERE)),
     (schema_format(SCHEMA, strict=True, description="x"), ("json", COMPACT, WHERE)),
-    (schema_format({"not": {}}, strict=False), ("json", '{"not":{}}', WHERE, True)),  # what is ignored
+    (schema_format({"not": {}}, strict=False), ("json", '{"not":{}}', WHERE, True)),  # lenient
     *[({OUTPUTS: {"json": value}}, ("json", COMPACT, f"{OUTPUTS}.json")) for value in (SCHEMA, COMPACT)],
     ({OUTPUTS: {"json_object": True}}, ("json", ANY_OBJECT, f"{OUTPUTS}.json_object")),
     ({OUTPUTS: {"regex": "a+"}}, ("regex", "a+", f"{OUTPUTS}.regex")),
@@ -50,12 +50,12 @@ MEANT = [
 ]  # fmt: skip
 
 
-def test_each_field_says_what_the_answer_must_be():
+def test_each_field_becomes_a_grammar():
     for fields, expected in MEANT:
         assert grammar_of(fields) == (expected and Grammar(*expected))
 
 
-def test_grammars_need_the_operators_leave():
+def test_grammars_are_refused_unless_the_operator_allows_them():
     with pytest.raises(InvalidRequest) as caught:
         grammar_of({"structured_outputs": {"grammar": "start: /a/"}})
     assert (caught.value.param, caught.value.code) == (
@@ -116,11 +116,11 @@ BAD = [
 ]  # fmt: skip
 
 
-def test_what_cannot_be_meant_is_refused():
+def test_contradictory_fields_are_refused():
     for fields, param in BAD:
         with pytest.raises(InvalidRequest) as caught:
             grammar_of(fields)
-        # Python 3.13 decodes deeper JSON, whose schemas are refused by their place
+        # Python 3.13 decodes deeper JSON; the error then names the place within the schema
         assert caught.value.param.partition("/")[0] == param
 
 
@@ -129,7 +129,7 @@ FORMAT = {"type": "json_schema", "schema": KINDS}
 
 
 @pytest.mark.parametrize("card", [ABLE])
-async def test_every_api_of_text_takes_a_schema_in_its_own_words(gateway, worker):
+async def test_every_text_api_accepts_a_schema_in_its_own_field(gateway, worker):
     for path, fields, param in (
         (CHAT, schema_format(KINDS), WHERE),
         ("/v1/completions", {"structured_outputs": {"json": KINDS}}, "structured_outputs.json"),
@@ -146,7 +146,7 @@ async def test_every_api_of_text_takes_a_schema_in_its_own_words(gateway, worker
         found = [(each.kind, each.param, json.loads(each.source)) for each in grammars]
         assert found == [("json", param, KINDS)] * choices.get("n", 1)
         for name, value in {"ignore_eos": True, "min_tokens": 1, "allowed_token_ids": [1]}.items():
-            prefix = "options." if path.startswith("/api/") else ""  # nothing may forbid its end
+            prefix = "options." if path.startswith("/api/") else ""  # EOS cannot be forbidden
             changes = {"options": {name: value}} if prefix else {name: value}
             response = await gateway.client.post(path, json={**body, **changes})
             assert response.status_code == 400, response.text

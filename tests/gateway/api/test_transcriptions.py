@@ -1,4 +1,4 @@
-"""Audio that a worker cuts into segments: each is a call, and their texts are one answer."""
+"""Transcriptions: a worker cuts the audio into segments, each segment is a call, and their texts are joined."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def parts_of(worker: ScriptedWorker) -> list[tuple[float, float]]:
     return [(image.start_s, image.end_s) for call in calls for image in call.task.images]
 
 
-async def test_each_segment_is_a_call_with_its_part_and_their_texts_are_joined(gateway, worker):
+async def test_each_segment_is_a_call_and_the_texts_are_joined(gateway, worker):
     worker.script = read_out
     answer = (await post(gateway)).json()
     assert parts_of(worker) == [(0.0, 28.25), (28.25, 55.5), (55.5, 3661.0625)]
@@ -65,7 +65,7 @@ async def test_each_segment_is_a_call_with_its_part_and_their_texts_are_joined(g
     assert (usage["input_tokens"], usage["output_tokens"]) == (3 * 7, num_output)
     assert usage["total_tokens"] == 3 * 7 + num_output
     worker.answers.clear()
-    worker.segment_ends = (12.5,)  # which the model takes whole
+    worker.segment_ends = (12.5,)  # the model accepts the whole audio
     answer = (await post(gateway, response_format="verbose_json")).json()
     assert parts_of(worker) == [(0.0, 0.0)]
     assert (answer["duration"], answer["language"]) == (12.5, "unknown")
@@ -74,7 +74,7 @@ async def test_each_segment_is_a_call_with_its_part_and_their_texts_are_joined(g
     assert (answer.json()["task"], answer.json()["language"]) == ("translate", "english")
 
 
-async def test_times_are_those_of_the_cuts_in_each_format(gateway, worker):
+async def test_segment_times_are_the_cuts_in_each_format(gateway, worker):
     worker.script = read_out
     fields = {"timestamp_granularities[]": ["segment"], "language": "en"}
     verbose = (await post(gateway, response_format="verbose_json", **fields)).json()
@@ -137,9 +137,7 @@ async def test_a_space_joins_segments_of_languages_that_have_spaces(gateway, wor
         assert (await post(gateway)).json()["text"] == joined
 
 
-async def test_a_segment_that_fails_fails_the_request_with_its_error_and_ends_the_others(
-    gateway, worker
-):
+async def test_a_failed_segment_fails_the_request_and_cancels_the_others(gateway, worker):
     async def fail_one(answer: Answer) -> None:
         if answer.choice == 1:
             await answer.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, "It is too long.")

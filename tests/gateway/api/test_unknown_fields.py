@@ -1,4 +1,4 @@
-"""Unknown fields of requests are ignored and listed; numbers and nulls are read as clients mean them."""
+"""Unknown request fields are ignored and listed; integral floats are accepted as integers."""
 
 import logging
 import re
@@ -22,13 +22,13 @@ async def test_fields_of_nested_objects_are_listed_by_path(gateway):
         "messages.z", "messages.content.uuid", "tools.y", "tools.function.x",
     }  # fmt: skip
     body = make_body(messages=[{"role": "user", "content": [part, image]}])
-    refused = await gateway.chat(body)  # the place in an error is that of the request
+    refused = await gateway.chat(body)  # an error names the path within the request
     assert refused.json()["error"]["param"] == "messages.[0].content.[1].image_url"
     assert refused.headers["x-vlm-ignored"]
 
 
 async def test_the_header_is_bounded_and_holds_names_alone(gateway, caplog):
-    """Many requests make one line of the log."""
+    """Many requests with unknown fields are logged in one line."""
     caplog.set_level(logging.INFO)
     names = {"x" * 4000, "a\r\nset-cookie: b", "é", *(f"field-{i}" for i in range(40))}
     for _ in range(20):
@@ -53,7 +53,7 @@ async def test_a_float_that_is_whole_is_an_integer(gateway, worker):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"unknown_fields": "refuse"}}])
-async def test_refused_are_those_of_requests_and_not_those_of_echoed_answers(gateway):
+async def test_unknown_fields_of_echoed_responses_are_not_refused(gateway):
     part = {"type": "text", "text": "Hi", "x": 1}
     refused = await gateway.chat(make_body(messages=[{"role": "user", "content": [part]}]))
     assert refused.json()["error"]["param"] == "messages.[0].content.[0].x"

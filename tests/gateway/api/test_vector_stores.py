@@ -1,4 +1,4 @@
-"""Vector stores over HTTP: OpenAI's client unchanged, items of our own, tenants apart, bad input named."""
+"""Vector stores over HTTP: OpenAI's client, items as an extension, tenant isolation, and errors that name the field."""
 
 import asyncio
 import base64
@@ -62,7 +62,7 @@ async def find(gateway, store, query, **options):
     return await gateway.client.post(f"{STORES}/{store}/search", json=body)
 
 
-# What is answered
+# Responses
 
 
 async def test_the_official_client_makes_lists_changes_and_deletes_stores(client):
@@ -96,7 +96,7 @@ async def test_items_are_stored_replaced_found_read_and_deleted(gateway, store):
     assert answer["store"]["num_items"] == 3
 
     page = (await find(gateway, store, "passage: " + TEXTS[1])).json()
-    # The mock knows no likeness: only the same words with the same prompt give the same vector.
+    # The mock engine has no notion of similarity: vectors are equal only if the prompt and the words are.
     assert (page["object"], page["has_more"]) == ("vector_store.search_results.page", False)
     assert len(page["data"]) == 3
     by_vector = await find(
@@ -228,7 +228,7 @@ async def test_the_official_client_attaches_batches_of_files(client):
         await batches.retrieve("vsfb_none", vector_store_id=store.id)
 
 
-async def test_when_a_store_expires_is_shown_and_changed(client):
+async def test_the_expiry_of_a_store_is_shown_and_changed(client):
     week = {"anchor": "last_active_at", "days": 7}
     store = await client.vector_stores.create(expires_after=week)
     assert store.expires_at == store.last_active_at + 7 * 86_400
@@ -251,7 +251,7 @@ async def test_attributes_of_a_file_in_a_store_are_changed(client):
     assert await files.retrieve(file.id, vector_store_id=store.id) == changed
 
 
-def test_chunks_cover_a_text_and_end_where_words_do():
+def test_chunks_cover_a_text_and_end_between_words():
     text = " ".join(f"word{n}" for n in range(2000))
     chunks = cut_chunks(text, 100, 25)
     assert all(len(chunk) <= 400 for chunk in chunks)
@@ -261,7 +261,7 @@ def test_chunks_cover_a_text_and_end_where_words_do():
     assert cut_chunks("x" * 1000, 100, 0) == ["x" * 400, "x" * 400, "x" * 200]
 
 
-# What is refused
+# Refusals
 
 
 VECTOR = [1.0] * 64
@@ -351,7 +351,7 @@ async def test_another_tenants_ids_do_not_exist(gateway, client, store):
     assert (await gateway.client.get(f"{STORES}/{store}")).json()["num_items"] == 2
 
 
-#: Of a store.
+#: Fields of a vector store.
 BAD_FIELDS = [
     ({"embedding_model": "nobody"}, (404, "model_not_found", "embedding_model")),
     *[({name: value}, (400, "invalid_value", name)) for name, value in (
@@ -423,7 +423,7 @@ async def test_bad_files_and_queries_are_named_and_not_repeated(client, gateway,
     for form, expected in BAD_UPLOADS:
         assert code(await gateway.client.post("/v1/files", **form)) == expected
     assert (await gateway.client.post("/v1/files", **upload(name="a" * 256))).status_code == 200
-    for data in (b"\xff\xfe\x00x", b"", b"  \n", b"%PDF\0"):  # no text
+    for data in (b"\xff\xfe\x00x", b"", b"  \n", b"%PDF\0"):  # not UTF-8, empty, blank, PDF
         file = await client.files.create(file=("a.txt", data), purpose="assistants")
         response = await gateway.client.post(f"{STORES}/{store}/files", json={"file_id": file.id})
         assert (response.status_code, code(response)[2]) == (400, "file_id")
@@ -441,7 +441,7 @@ async def test_bad_files_and_queries_are_named_and_not_repeated(client, gateway,
         assert "VALUE" not in response.text
 
 
-async def test_a_page_ends_early_and_goes_on_where_it_ended(gateway, store):
+async def test_a_short_page_continues_at_its_cursor(gateway, store):
     for first in (0, 20):
         items = [
             {"id": f"{n:02}", "text": "\1" * 100_000, "embedding": [1.0] * 64}
@@ -465,7 +465,7 @@ async def test_a_page_ends_early_and_goes_on_where_it_ended(gateway, store):
     "limits",
     [{"max_stores": 1, "max_files": 1, "max_store_items": 25, "max_key_search_bytes": 40_000}],
 )
-async def test_a_key_keeps_so_much(gateway, client, store):
+async def test_stores_files_and_items_of_a_key_are_limited(gateway, client, store):
     assert code(await gateway.client.post(STORES, json={})) == (413, "store_full", None)
     assert (await gateway.client.post(STORES, json={}, headers=AS_TWO)).status_code == 200
     vector = [1.0] * 64
@@ -488,16 +488,18 @@ async def test_a_key_keeps_so_much(gateway, client, store):
         await client.files.create(file=("a.txt", b"x"), purpose="assistants")
 
 
-async def test_without_a_search_process_a_sentence_says_what_to_do(ends, redis_server, tmp_path):
+async def test_without_a_search_process_the_error_explains_how_to_start_one(
+    ends, redis_server, tmp_path
+):
     async with run_fleet(ends, redis_server) as (gateway, _):
         response = await gateway.client.post(STORES, json={})
         assert code(response)[:2] == (404, "search_not_served")
         assert "VLM_SEARCH__URL" in response.text
     settings = make_settings(redis_server, ends.prefix, search={"url": f"unix://{tmp_path}/nobody"})
-    async with run_gateway_on_socket(settings) as gateway:  # it is away
+    async with run_gateway_on_socket(settings) as gateway:  # the search process is down
         response = await gateway.client.get(STORES)
         assert code(response)[:2] == (503, "service_unavailable")
-        assert response.headers["retry-after"] == "5"  # a start takes that long
+        assert response.headers["retry-after"] == "5"  # the expected start time of a search process
 
 
 def test_the_next_outage_is_expected_to_take_as_long_as_the_last():
@@ -511,7 +513,7 @@ def test_the_next_outage_is_expected_to_take_as_long_as_the_last():
 
 
 @pytest.mark.parametrize("page", ["embeddings.md", "search.md"])
-async def test_examples_of_docs_print_what_the_page_shows(
+async def test_the_examples_of_the_docs_page_print_its_output(
     ends, redis_server, search, monkeypatch, page
 ):
     monkeypatch.setenv("NO_PROXY", "*")

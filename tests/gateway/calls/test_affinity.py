@@ -1,4 +1,4 @@
-"""Affinity keys of requests, and requests that their preferred worker does not claim."""
+"""Affinity keys of requests, and reservations that the preferred worker does not claim."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -67,7 +67,7 @@ def test_other_requests_have_no_affinity(affinities, changes):
 
 @pytest.fixture
 async def absent(worker, gateway, redis, redis_blocking, redis_prefix) -> AsyncIterator[str]:
-    """A second worker that reads once, so that requests may be reserved for it, and then claims none."""
+    """A second worker that polls once, so that requests can be reserved for it, and then claims none."""
     queue = RedisWorkerQueue(
         redis, redis_blocking, keys_prefix=redis_prefix, model=CARD.name, worker_id="absent",
         lease_s=10.0, max_attempts=3, batch_age_s=60.0,

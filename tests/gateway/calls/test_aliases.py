@@ -1,4 +1,4 @@
-"""Aliases: a model under another name on every API, and defaults of sampling fields by model."""
+"""Aliases: a model under another name in every API, and default sampling fields per model."""
 
 import pytest
 from msgspec.structs import replace
@@ -49,7 +49,7 @@ async def test_an_alias_is_served_by_its_model_under_its_own_name(gateway, worke
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"aliases": {ALIAS: MODEL, "lost": "nowhere"}}}])
-async def test_the_list_names_the_model_of_an_alias_and_has_it_last(gateway):
+async def test_aliases_are_listed_last_with_their_model(gateway):
     models = (await gateway.client.get("/v1/models")).json()["data"]
     assert [(model["id"], model["root"], model["parent"]) for model in models] == [
         (MODEL, MODEL, None),
@@ -63,12 +63,12 @@ async def test_the_list_names_the_model_of_an_alias_and_has_it_last(gateway):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"aliases": {MODEL: "other"}}}])
-async def test_a_served_model_goes_before_an_alias_of_its_name(gateway):
+async def test_a_served_model_takes_precedence_over_an_alias(gateway):
     assert (await gateway.chat()).json()["model"] == MODEL
 
 
-async def test_a_key_needs_the_name_that_it_asks_for(fleet, worker):
-    """Not the name of the model behind it: the operator chose what the alias stands for."""
+async def test_a_key_needs_permission_for_the_alias(fleet, worker):
+    """The name of the alias's model is not checked: the operator chose the model of the alias."""
     gateway = {"root_key": "root", "aliases": {ALIAS: MODEL}}
     async with fleet.gateway(gateway=gateway) as g:
         found = {}

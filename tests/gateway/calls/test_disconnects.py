@@ -1,4 +1,4 @@
-"""A client that leaves frees its place, whatever it was waiting for; one that does not read is dropped."""
+"""A client that disconnects frees its slot in any state; a client that does not read is disconnected."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ def is_idle(gateway) -> bool:
     return services.admission.num_open == 0 and not services.dispatcher.has_open(MODEL)
 
 
-async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
+async def test_a_client_that_disconnects_within_the_body_frees_its_slot(gateway, worker):
     async with connected(gateway) as (_, writer):
         writer.write(chat_over_http()[:-9])
         await until(lambda: gateway.services.admission.num_open == 1)
@@ -25,7 +25,7 @@ async def test_a_client_that_leaves_in_the_body_is_forgotten(gateway, worker):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.3}}])
-async def test_a_client_that_does_not_read_is_dropped(gateway, worker, changes):
+async def test_a_client_that_does_not_read_is_disconnected(gateway, worker, changes):
     async def flood(answer: Answer) -> None:
         await answer.start()
         while answer.refused is None:
@@ -56,7 +56,7 @@ async def test_one_failed_choice_ends_the_others(gateway, worker):
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 1.0}}])
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(gateway, worker, changes):
-    """Its pauses together may be longer than the limit, which holds for each of them."""
+    """The limit applies to each pause, not to their sum."""
     piece, num_pieces, pause_s = "~" * 60_000, 12, 0.15
     wanted = asyncio.Semaphore(0)
 
@@ -69,7 +69,7 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(gateway, worker,
 
     worker.script = script
     gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    with socket.socket() as client:  # little fits between the two: the gateway waits for each piece
+    with socket.socket() as client:  # small socket buffers make the gateway wait after each piece
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
         client.setblocking(False)
         loop = asyncio.get_running_loop()

@@ -41,7 +41,7 @@ def delta(index: int, *token_ids: int, attempt: int = 1) -> Tokens:
     return Tokens("r", attempt, index, token_ids, "".join(f" {t}" for t in token_ids))
 
 
-#: as a worker posts it, of a request that nobody here waits for
+#: An event of a request that this gateway does not follow, as a worker posts it.
 UNWANTED = b"[%b]" % encode_events([delta(0, 1)])
 
 
@@ -56,7 +56,7 @@ def progress_after(*events: CallEvent) -> ChoiceProgress:
     return progress
 
 
-def test_a_later_attempt_supersedes_an_earlier_one_and_nothing_passes_after_the_end():
+def test_a_later_attempt_supersedes_and_no_event_follows_the_end():
     progress = progress_after(Started("r", 1, Usage(1)), delta(0, 1))
     assert progress.accept(Started("r", 2, Usage(1))) is None
     assert progress.accept(delta(1, 2, attempt=2))
@@ -67,11 +67,11 @@ def test_a_later_attempt_supersedes_an_earlier_one_and_nothing_passes_after_the_
 
 
 def counted(index: int, num_tokens: int, attempt: int = 1) -> Tokens:
-    """From an engine that has no token ids."""
+    """Returns tokens as an engine without token IDs emits them."""
     return Tokens("r", attempt, index, (), " word" * num_tokens, num_without_id=num_tokens)
 
 
-def test_tokens_with_and_without_ids_pass_once_and_in_order():
+def test_tokens_with_and_without_ids_are_delivered_once_in_order():
     named = [delta(0, 1), delta(0, 1), delta(1, 2, 3), delta(1, 2, 3), delta(2, 3), delta(3, 4)]
     others = [counted(0, 1), counted(0, 1), counted(1, 2), counted(2, 1), counted(3, 1)]
     for events, passed in ((named, [0, 2, 5]), (others, [0, 2, 4])):
@@ -94,8 +94,8 @@ def test_two_different_answers_are_never_spliced(overlap):
     assert progress.accept(delta(2, 3)) is None
 
 
-def test_an_event_that_repeats_tokens_and_has_new_ones_is_computed_again():
-    """After Redis lost its last writes, items may have other boundaries."""
+def test_an_event_with_repeated_and_new_tokens_is_trimmed_at_replay():
+    """After Redis lost its last writes, item boundaries can differ."""
     progress = progress_after(delta(0, 1), delta(1, 2))
     assert progress.accept(delta(0, 1, attempt=2)) is None
     assert progress.accept(delta(1, 2, 3, attempt=2)) is None
@@ -105,7 +105,7 @@ def test_an_event_that_repeats_tokens_and_has_new_ones_is_computed_again():
 
 
 @pytest.mark.parametrize("event", [delta(2, 3), finished(2)])
-def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
+def test_events_after_a_gap_are_held_back_until_the_log_is_read(event):
     progress = progress_after(delta(0, 1))
     assert progress.accept(event) is None
     assert progress.has_gap
@@ -117,13 +117,13 @@ def test_what_does_not_follow_is_held_back_until_the_log_is_read(event):
 
 @pytest.fixture
 def changes() -> dict[str, dict[str, Any]]:
-    """Silent requests are looked up soon."""
+    """Requests without events are looked up after a short time."""
     return {"gateway": {"silence_timeout_s": 0.2}}
 
 
 @pytest.fixture
 def mailbox_key(gateway, redis_prefix) -> str:
-    """Where workers post events for this gateway."""
+    """The key to which workers post events for this gateway."""
     return RedisKeys(redis_prefix).mailbox(MODEL, gateway.services.mailbox.gateway_id)
 
 
@@ -136,7 +136,7 @@ async def test_events_that_the_mailbox_lost_are_read_from_the_log(
         await answer.start()
         await answer.say("one ")
         assert await redis.copy(mailbox_key, aside)
-        await redis.delete(mailbox_key)  # what is posted now is lost
+        await redis.delete(mailbox_key)  # events posted now are lost
         await answer.say("two ")
         await redis.rename(aside, mailbox_key)
         await answer.finish("three")
@@ -190,13 +190,13 @@ async def test_a_request_that_redis_lost_is_queued_again_once_redis_is_back(gate
                 await redis.client_kill_filter(_id=client["id"])
 
     worker.script = script
-    async with asyncio.timeout(10):  # sooner than silent requests are looked up
+    async with asyncio.timeout(10):  # before the lookup of silent requests
         response = await gateway.chat()
     assert response.json()["choices"][0]["message"]["content"] == "found"
 
 
 def breaking_once(method, broken):
-    """The method, whose first call fails."""
+    """Wraps a method so that its first call fails."""
 
     def call(*arguments):
         if not broken:
@@ -207,7 +207,7 @@ def breaking_once(method, broken):
     return call
 
 
-async def test_events_go_on_after_what_reads_them_has_broken_off_or_could_not_read_them(
+async def test_events_are_delivered_after_the_reader_failed_or_met_invalid_events(
     gateway, worker, redis, mailbox_key, monkeypatch
 ):
     metrics, broken = gateway.services.metrics, []
@@ -237,7 +237,7 @@ async def test_events_go_on_after_what_reads_them_has_broken_off_or_could_not_re
 
 @pytest.fixture
 async def dispatcher(redis, redis_blocking, redis_prefix):
-    """The dispatcher of a gateway, alone; no worker serves the requests that it queues."""
+    """The dispatcher of a gateway. No worker serves the requests that it queues."""
     queue = RedisGatewayQueue(redis, redis_prefix)
     mailbox = RedisMailbox(redis_blocking, redis_prefix, GATEWAY)
     dispatcher = Dispatcher(
@@ -256,10 +256,10 @@ async def submit_one(dispatcher: Dispatcher, *choices: Call, **options: Any) -> 
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
-async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrived(
+async def test_a_request_whose_tokens_redis_lost_continues_after_the_last_one(
     dispatcher, ends, redis, is_lost
 ):
-    """Redis lost the request, or an attempt that continues an older log repeats tokens in part. It is charged once."""
+    """Redis lost the request, or the new attempt repeats only a part of the tokens. The request is charged once."""
     call = make_request()
     budget = Budget("2026-11", most=1, reserved=9, ttl_s=600)
     charge = Charge(prices=(0.0, 0.0, 3.0, 0.0), budget=budget)
@@ -292,7 +292,7 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
     assert counted == [1, 3, 9]
     found = await redis.hgetall(ends.keys.budget(call.tenant, budget.period))
     assert int(found[b"spent"]) == 9
-    # What the lost call reserved stays until it expires, if Redis does not know the call any more.
+    # If Redis does not have the call any more, its reservation stays until it expires.
     assert int(found[b"reserved"]) == (9 if is_lost else 0)
     refunds = Refunds(dispatcher.queue)
     refunds.add(reservation, opened)
@@ -303,7 +303,7 @@ async def test_a_request_whose_tokens_redis_lost_goes_on_after_those_that_arrive
 
 
 async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatcher, monkeypatch):
-    """Resumable calls wait for their shard; more of them than one lookup takes."""
+    """More resumable calls wait for their shard than one lookup reads."""
     waiting = [make_request(id=f"{n}-0@b", is_resumable=True) for n in range(MAX_LOOKS + 2)]
     for call in waiting:
         await submit_one(dispatcher, call)
@@ -317,7 +317,7 @@ async def test_calls_of_a_shard_that_is_down_delay_no_lookup_of_others(dispatche
     await until(lambda: opened.resubmitted)
 
 
-async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
+async def test_the_id_of_an_open_request_is_refused(dispatcher):
     request = make_request(is_resumable=True)
     first = await submit_one(dispatcher, request)
     with pytest.raises(DuplicateRequest):
@@ -327,7 +327,7 @@ async def test_an_id_that_is_open_is_refused_and_the_first_goes_on(dispatcher):
     assert dispatcher.has_open(request.model)
 
 
-async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatcher, monkeypatch):
+async def test_cancellations_are_retried_in_bounded_batches(dispatcher, monkeypatch):
     sizes: list[int] = []
     num_running, most_running = 0, 0
     cancel, num_failures = dispatcher.queue.cancel, 4
@@ -359,8 +359,8 @@ async def test_cancellations_go_in_bounded_calls_until_redis_takes_them(dispatch
     assert most_running == 1
 
 
-async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
-    progress = progress_after(delta(2, 3), finished(3))  # held back
+async def test_events_received_during_a_replay_can_be_newer_than_the_log():
+    progress = progress_after(delta(2, 3), finished(3))  # held back until the log is read
     log = [Started("r", 1, Usage(1)), delta(0, 1), delta(1, 2)]
     progress.replay(log)
     assert progress.has_gap
@@ -371,14 +371,14 @@ async def test_what_arrives_while_the_log_is_read_may_be_later_than_the_log():
     assert not progress.has_gap
 
 
-async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker, redis):
+async def test_an_unreadable_log_ends_only_its_request(gateway, worker, redis):
     async def script(answer: Answer) -> None:
         await answer.start()
         if len(worker.answers) == 1:
             async for key in redis.scan_iter(f"*log:{answer.request.id}"):
                 await redis.rpush(key, b"nonsense")
         else:
-            await asyncio.sleep(0.5)  # silent for long enough to be looked up
+            await asyncio.sleep(0.5)  # long enough to be looked up
             await answer.finish("fine")
 
     worker.script = script
@@ -387,7 +387,7 @@ async def test_a_log_that_cannot_be_read_ends_that_request_alone(gateway, worker
     assert (await gateway.chat()).status_code == 200
 
 
-async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, worker, monkeypatch):
+async def test_an_event_that_raises_ends_only_its_request(gateway, worker, monkeypatch):
     def refuse(self, event):
         raise RuntimeError("broken")
 
@@ -398,9 +398,7 @@ async def test_an_event_that_cannot_be_taken_ends_that_request_alone(gateway, wo
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"request_timeout_s": 0.3}}])
-async def test_deadlines_are_kept_after_what_keeps_them_has_broken_off(
-    gateway, worker, monkeypatch
-):
+async def test_deadlines_are_enforced_after_an_error_in_their_task(gateway, worker, monkeypatch):
     broken = []
     monkeypatch.setattr(OpenCall, "fail", breaking_once(OpenCall.fail, broken))
     worker.script = lambda answer: asyncio.sleep(0)
@@ -417,6 +415,6 @@ async def test_a_lost_request_whose_client_left_is_not_submitted_again(
         left.close()
 
     monkeypatch.setattr(dispatcher.queue, "state", lose)
-    await until(lambda: len(other.resubmitted) == 2)  # looked up with the first one, and once more
+    await until(lambda: len(other.resubmitted) == 2)  # its second lookup
     assert not left.resubmitted
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -46,7 +46,7 @@ async def num_open(gateway, model):
 
 @asynccontextmanager
 async def filled(gateway, worker, headers=None):
-    """The queue of the worker's model is full, and does not move."""
+    """Fills the queue of the worker's model; the worker claims nothing."""
     model = worker.card.name
     worker.stop_claiming()
     await until(lambda: worker.has_ended)
@@ -82,15 +82,15 @@ async def test_the_fallback_of_a_full_model_answers_and_is_named(full, other):
     assert await counted(full) == [f'vlm_fallbacks_total{{fallback="{OTHER}",model="{MODEL}"}} 2.0']
     metrics = (await full.client.get("/metrics")).text
     assert f'vlm_requests_total{{model="{OTHER}",outcome="ok"}} 2.0' in metrics
-    headers = {"idempotency-key": "one"}  # a resumable stream, and a retry that follows it
+    headers = {"idempotency-key": "one"}  # a resumable request and its retry
     first, again = [await full.chat(headers=headers) for _ in range(2)]
     assert first.json() == again.json()
     assert (again.json()["model"], again.headers[FROM]) == (OTHER, MODEL)
     assert len(other.requests) == 3
 
 
-async def test_a_retry_that_fell_back_is_followed_there(gateway, other, worker):
-    """Also once the model has room again: the request runs once."""
+async def test_a_retry_follows_the_request_of_the_fallback(gateway, other, worker):
+    """Also if the model has room again: the request runs once."""
     worker.script = lambda answer: answer.fail(ErrorCode.IMAGE_UNAVAILABLE)
     await gateway.services.models.refresh()
     key, body = {"idempotency-key": "two"}, make_body(stream=True)
@@ -103,10 +103,10 @@ async def test_a_retry_that_fell_back_is_followed_there(gateway, other, worker):
     assert len(other.requests) == 1
 
 
-async def test_a_request_that_two_gateways_retry_at_once_is_queued_once(
+async def test_a_request_retried_at_two_gateways_is_queued_once(
     fleet, changes, gateway, other, worker, monkeypatch
 ):
-    """The first is about to queue it when the second would fall back."""
+    """The first gateway is about to queue the request when the second one falls back."""
     go_on, submit = asyncio.Event(), gateway.services.queue.submit
 
     async def submit_late(submission):
@@ -133,10 +133,10 @@ async def test_a_request_that_two_gateways_retry_at_once_is_queued_once(
     assert not other.requests
 
 
-async def test_what_the_fallback_refuses_and_what_is_no_text_gets_the_models_own_error(full, other):
+async def test_requests_that_cannot_fall_back_get_the_error_of_their_model(full, other):
     tokenized = await full.client.post("/tokenize", json={"model": MODEL, "prompt": "hi"})
-    refused = await full.chat(make_body(logit_bias={"900": 1}))  # beyond its vocabulary
-    async with filled(full, other):  # only one step is taken
+    refused = await full.chat(make_body(logit_bias={"900": 1}))  # not in the vocabulary
+    async with filled(full, other):  # a fallback has no fallback
         full_too = await full.chat()
     for answer in (tokenized, refused, full_too):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
@@ -162,7 +162,7 @@ async def test_the_fallback_answers_for_a_model_without_a_worker(gateway, other,
     assert answer.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_key_needs_both_models(fleet, changes, other, worker):
+async def test_a_key_needs_permission_for_the_fallback_too(fleet, changes, other, worker):
     changes["gateway"] |= {"root_key": "root"}
     async with fleet.gateway(**changes) as gateway:
         keys = []

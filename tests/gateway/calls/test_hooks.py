@@ -1,4 +1,4 @@
-"""Hooks: what they see and change on each API, that they refuse, and what happens when they fail."""
+"""Hooks: what they read and change in each API, refusals by hooks, and failures of hooks."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ MESSAGES = [{"role": "user", "content": "write to ann@example.com"}]
 
 
 class Scripted:
-    """A hook that a test fills in."""
+    """A hook whose behavior the test defines."""
 
     def __init__(self):
         self.calls, self.answers = [], []
@@ -105,7 +105,7 @@ async def test_hooks_change_the_texts_of_prompts_on_every_api(gateway, worker, h
         assert len(hook.answers) == generates
 
 
-async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gateway, worker, hook):
+async def test_hooks_see_reasoning_tool_arguments_and_the_number_of_images(gateway, worker, hook):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":"b"}'}}
     history = [
         {"role": "user", "content": [image_part(data_url()), {"type": "text", "text": "look"}]},
@@ -125,7 +125,7 @@ async def test_reasoning_and_arguments_of_calls_are_shown_and_images_counted(gat
     assert list(request.task.texts()) == ["LOOK", "HM", '{"A":"B"}', "OK", "7"]
 
 
-async def test_hooks_change_the_text_of_whole_answers(gateway, hook):
+async def test_hooks_change_the_text_of_complete_responses(gateway, hook):
     hook.on_answer = set_all("changed")
     for path, body in (*TEXT_BODIES.items(), (CHAT, {"messages": MESSAGES, "n": 2})):
         answer = await gateway.client.post(path, json={"model": MODEL, **body})
@@ -151,7 +151,7 @@ async def test_a_changed_answer_has_no_logprobs_of_the_old_one(gateway, worker, 
     assert answer.json()["usage"]["completion_tokens"] == 1
 
 
-async def test_hooks_see_a_streamed_answer_at_its_end_and_may_end_it_with_an_error(gateway, hook):
+async def test_hooks_see_a_complete_stream_and_can_end_it_with_an_error(gateway, hook):
     hook.on_answer = set_all("changed")
     text = await gateway.stream()
     assert "changed" not in text
@@ -192,7 +192,9 @@ FAILURES = (
 
 
 @pytest.mark.parametrize("options", [{"hook_failure": "closed"}, {"hook_failure": "open"}])
-async def test_a_hook_that_fails_refuses_or_is_left_out(gateway, worker, hook, options, caplog):
+async def test_a_failing_hook_refuses_the_request_or_is_skipped(
+    gateway, worker, hook, options, caplog
+):
     for hook.on_call in FAILURES:
         with caplog.at_level(logging.ERROR):
             answer = await gateway.chat()
@@ -210,7 +212,7 @@ async def test_a_hook_that_fails_refuses_or_is_left_out(gateway, worker, hook, o
 
 @pytest.fixture
 async def moderation(monkeypatch):
-    """A server that flags `bad`; returns what it was asked."""
+    """A moderation server that flags the word `bad`; returns the texts that it received."""
     asked = []
 
     async def serve(reader, writer):
@@ -257,7 +259,7 @@ class NotAsync:
     "name",
     ["nowhere:Hook", "mask_email:Absent", "absent", f"{__name__}:Nothing", f"{__name__}:NotAsync"],
 )
-def test_what_is_no_hook_is_refused_at_the_start(name):
+def test_an_invalid_hook_is_refused_at_startup(name):
     with pytest.raises(SettingsError, match=f"VLM_GATEWAY__HOOKS: {name} "):
         hooks.load_hooks([name])
 

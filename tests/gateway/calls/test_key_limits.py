@@ -1,4 +1,4 @@
-"""Limits of a key and of the fleet: who is refused, with which status, and until when. Redis's part: `test_bounds`."""
+"""Limits of a key and of the fleet: refusals, their status, and `retry-after`. The part in Redis: `test_bounds`."""
 
 import asyncio
 from datetime import datetime
@@ -35,14 +35,14 @@ def make_limits(**limits) -> tuple[KeyLimits, SimpleNamespace]:
 
 
 @pytest.mark.parametrize(("per_image", "counted"), [(144, 144), (0, TOKENS_PER_IMAGE)])
-def test_tokens_are_those_of_text_images_and_the_longest_answer(per_image, counted):
+def test_tokens_of_a_request_include_text_images_and_the_longest_answer(per_image, counted):
     card = ModelCard("m", 1, max_model_len=4096, vocab_size=9, image_tokens=per_image)
     images = (make_image("a"), make_image("b"))
     request = make_request("x" * 40, images=images, sampling=SamplingParams(max_tokens=10))
     assert possible_tokens(request.task, card) == PossibleTokens(10 + 2 * counted, 10)
 
 
-def test_audio_in_segments_is_billed_as_one_file_and_finding_them_as_none():
+def test_segmented_audio_is_billed_as_one_file_and_segmentation_is_free():
     card = ModelCard("m", 1, max_model_len=4096, vocab_size=9)
     limits, _ = make_limits()
     parts = [replace(make_image("a"), start_s=start, end_s=start + 20) for start in (0.0, 20.0)]
@@ -53,7 +53,7 @@ def test_audio_in_segments_is_billed_as_one_file_and_finding_them_as_none():
     assert (charge.num_images, charge.counts) == ((0,), "output")
 
 
-def test_a_request_never_comes_to_more_than_the_model_holds():
+def test_a_request_is_charged_at_most_the_context_length():
     card = ModelCard("m", 1, max_model_len=100, vocab_size=9)
 
     def possible(text: str, max_tokens: int) -> PossibleTokens:
@@ -65,19 +65,19 @@ def test_a_request_never_comes_to_more_than_the_model_holds():
     assert possible("", 1).total == 1
 
 
-def test_a_call_costs_at_most_what_the_dearer_tokens_fill_of_the_context():
+def test_the_maximum_cost_is_a_context_of_the_dearer_tokens():
     card = ModelCard("m", 1, max_model_len=1000, vocab_size=9)
-    # Of any length, so the answer may take the prompt's place.
+    # Without a length limit, the answer can be longer at the expense of the prompt.
     call = make_request("x" * 900, sampling=SamplingParams())
     for prices in ((1.0, 0.5, 4.0, 0.0), (4.0, 0.5, 1.0, 0.0), (1.0, 4.0, 1.0, 0.0)):
         assert most_nano_dollars(call, card, prices) == 1000 * 4
-    # Each pair of a query and a document costs both.
+    # Each pair of a query and a document is charged for both.
     task = Rerank(("q" * 1000,), ("d",) * 50)
     call = replace(make_request(), task=task)
     assert most_nano_dollars(call, CARD, (1.0, 0.0, 0.0, 0.0)) >= 50 * 1001
 
 
-def test_batch_work_leaves_half_of_the_tokens_and_has_a_queue_of_its_own():
+def test_batch_requests_use_half_of_the_tokens_and_their_own_queue():
     limits = LimitSettings(max_open_tokens=100)
     assert [to_quota(limits, priority).max_tokens for priority in Priority] == [100, 50]
     key_limits, _ = make_limits(max_queue_depth=5, max_batch_queue_depth=7)
@@ -92,9 +92,9 @@ def test_a_key_beyond_its_limit_gets_429_and_a_fleet_beyond_its_own_503(reason):
     assert (error.reason, error.retry_after_s) == (reason, 7)
 
 
-def test_a_key_that_has_to_wait_is_not_asked_about_again_until_then():
+def test_a_key_that_must_wait_is_refused_without_asking_redis():
     limits, time = make_limits(max_key_requests_per_minute=3)
-    for reason in ("key_open", "key_tokens"):  # may be free at any moment
+    for reason in ("key_open", "key_tokens"):  # these can be free at any moment
         limits.to_error(QueueRefused(reason, 11.2), "m", "a")
         limits.check("m", "a")
     told = limits.to_error(QueueRefused("key_requests", 11.2), "m", "a")
@@ -113,7 +113,7 @@ RATES = {"limits": {"max_key_requests_per_minute": 4, "max_key_tokens_per_minute
 
 
 @pytest.mark.parametrize("changes", [RATES])
-async def test_a_key_is_told_what_is_left_of_its_limits_and_when_to_come_back(gateway, worker):
+async def test_headers_report_the_remaining_limits_and_when_to_retry(gateway, worker):
     first, second = [await gateway.chat(make_body(max_tokens=100)) for _ in range(2)]
     left = [int(each.headers["x-ratelimit-remaining-requests"]) for each in (first, second)]
     assert left == [3, 2]
@@ -142,7 +142,7 @@ FEW = {"limits": {"max_key_tokens_per_minute": 1000}}
 few_tokens = pytest.mark.parametrize(("card", "changes"), [(ROOMY, FEW)])
 
 
-MUCH = ["on "] * 3000  #: three minutes' worth
+MUCH = ["on "] * 3000  #: : three minutes of the limit
 
 
 async def refunded(gateway: RunningGateway) -> None:
@@ -150,8 +150,8 @@ async def refunded(gateway: RunningGateway) -> None:
 
 
 @few_tokens
-async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(gateway, worker):
-    """Else it would get many times its tokens of each minute, for ever."""
+async def test_a_key_is_charged_for_an_answer_longer_than_its_reservation(gateway, worker):
+    """Otherwise the key would exceed its limit in every minute."""
     worker.script = says(*MUCH)
     assert (await gateway.chat(make_body(n=2))).status_code == 200
     await refunded(gateway)
@@ -161,14 +161,14 @@ async def test_a_key_pays_for_an_answer_that_became_longer_than_anybody_said(gat
 
 
 @few_tokens
-async def test_a_key_gets_back_what_an_answer_did_not_take(gateway, worker):
+async def test_unused_tokens_of_a_reservation_are_refunded(gateway, worker):
     for _ in range(3):
         assert (await gateway.chat(make_body(max_tokens=900))).status_code == 200
         await refunded(gateway)
     usual, worker.script = worker.script, say_nothing
     body = make_body(stream=True, max_tokens=5000)
     async with gateway.client.stream("POST", CHAT, json=body):
-        pass  # it leaves, and pays for what was said until then
+        pass  # the client disconnects and pays for the tokens published so far
     await worker.cancelled.wait()
     await refunded(gateway)
     worker.script = usual
@@ -176,7 +176,7 @@ async def test_a_key_gets_back_what_an_answer_did_not_take(gateway, worker):
 
 
 @few_tokens
-async def test_a_key_pays_for_an_answer_that_goes_on_without_its_client(gateway, worker):
+async def test_a_key_is_charged_for_a_stream_without_its_client(gateway, worker):
     is_left = asyncio.Event()
     worker.script = says(*MUCH, after=is_left)
     body, headers = make_body(stream=True, max_tokens=10), {"x-vlm-resumable": "1"}

@@ -1,4 +1,4 @@
-"""Every limit of the table: a request at the limit passes, one above it is refused with the field and the limit."""
+"""Every limit: a request at the limit passes; one above it is refused, and the error names the field and the limit."""
 
 import re
 import time
@@ -26,7 +26,7 @@ JSON = {b"content-type": b"application/json"}
 
 
 def admit(body: dict[str, Any], limits: LimitSettings) -> None:
-    """All checks of a body that need neither the fleet nor images' bytes. Raises: InvalidRequest."""
+    """Runs all checks that need neither the fleet nor the bytes of images. Raises: InvalidRequest."""
     request = JsonBody(ChatCompletionRequest).decode(msgspec.json.encode(body))
     card = msgspec.structs.replace(CARD, supports_video=True, supports_audio=True)
     plan = translate(request, RequestContext("0" * 32, {}, 0.0), card, limits)
@@ -41,7 +41,7 @@ def media(kind: str, n: int = 1, **options: Any) -> dict[str, Any]:
     return user(*[{"type": kind, kind: {"url": "data:", **options}}] * n)
 
 
-#: Limits that an operator may change: the limit, a body with a given quantity, the field that is named.
+#: Limits that an operator can change: the limit, a function from a quantity to a body, and the field in the error.
 BODY_ROWS = [
     ("max_messages", lambda n: {"messages": [{"role": "user", "content": ""}] * n}, "messages"),
     ("max_text_chars", lambda n: {"messages": [{"role": "user", "content": "é" * n}]}, "messages"),
@@ -62,7 +62,7 @@ BODY_ROWS = [
     ("max_allowed_token_ids", lambda n: {"allowed_token_ids": [1] * n}, "allowed_token_ids"),
 ]  # fmt: skip
 
-#: Limits that the contract fixes.
+#: Limits that are constants.
 FIXED_ROWS = [
     ("MAX_MODEL_CHARS", lambda n: {"model": "x" * n}, "model"),
     ("MAX_USER_CHARS", lambda n: {"user": "x" * n}, "user"),
@@ -80,7 +80,7 @@ FIXED_ROWS = [
 )
 @settings(max_examples=20)
 @given(limit=st.integers(1, 40), excess=st.integers(1, 40))
-def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_name(
+def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_field(
     name, make, param, limit, excess
 ):
     limit = getattr(limits_module, name, limit)
@@ -94,7 +94,7 @@ def test_a_body_at_a_limit_passes_and_one_above_is_refused_by_name(
 
 
 async def read(pieces: list[bytes], limits: LimitSettings) -> bytes:
-    """A body that arrives in pieces."""
+    """Reads a body that arrives in pieces."""
     messages = iter(pieces)
 
     async def receive() -> dict[str, Any]:
@@ -160,8 +160,8 @@ def test_a_recursive_type_is_refused_at_its_depth_in_linear_time():
 
 @settings(max_examples=50)
 @given(pieces=st.lists(st.binary(min_size=1, max_size=20), min_size=1, max_size=6))
-async def test_a_body_is_refused_at_the_first_piece_that_is_too_much(pieces):
-    pieces = [bytes(bytearray(piece)) for piece in pieces]  # equal ones are told apart by identity
+async def test_a_body_is_refused_at_the_piece_that_exceeds_the_limit(pieces):
+    pieces = [bytes(bytearray(piece)) for piece in pieces]  # no interned objects
     body = b"".join(pieces)
     limit = len(body) - 1
     assert await read(pieces, LimitSettings.model_construct(max_body_bytes=len(body))) == body

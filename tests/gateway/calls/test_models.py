@@ -1,4 +1,4 @@
-"""Which models the gateway lists and takes requests for: by their workers, protocol versions and deployments."""
+"""The models that the gateway lists and serves, by their workers, protocol versions and deployments."""
 
 import asyncio
 
@@ -53,8 +53,8 @@ async def test_a_model_whose_workers_speak_version_1_is_refused_by_name(gateway,
     assert MODEL not in [model["id"] for model in models]
 
 
-async def test_a_deployment_stands_for_its_versions_among_the_served_models(gateway):
-    """A vector store without `embedding_model` would else be bound to a version that retires."""
+async def test_a_deployment_represents_its_versions_among_the_served_models(gateway):
+    """Otherwise a vector store without `embedding_model` would be bound to a version that retires."""
     models = gateway.services.models
     version = replace(CARD, name="emb@3f2a3f2a3f2a", package="emb@sha256:0")
     plain = replace(CARD, name="plain")

@@ -1,4 +1,4 @@
-"""The log's line for each request: what it holds, what it never holds, what it costs."""
+"""The log line of each request: its fields, what it must not contain, and its cost."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ async def test_a_finished_request_is_one_line_with_its_tokens_and_stages(gateway
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one", "sk-two")}}])
-async def test_an_answer_names_its_line_and_the_line_a_hash_of_its_key(gateway, lines):
+async def test_log_lines_have_the_request_id_and_a_hash_of_the_key(gateway, lines):
     for key, more in (("sk-one", {}), ("sk-two", {"idempotency-key": "once"}), ("sk-one", {})):
         response = await gateway.chat(headers=bearer(key) | more)
         assert response.headers["x-request-id"] == f"req_{lines()[-1]['request_id']}"
@@ -48,9 +48,7 @@ async def test_an_answer_names_its_line_and_the_line_a_hash_of_its_key(gateway, 
     assert "sk-" not in str(lines())
 
 
-async def test_a_refusal_and_a_failure_after_the_first_token_show_what_the_client_was_told(
-    gateway, worker, lines
-):
+async def test_log_lines_of_refusals_and_failures_show_the_clients_error(gateway, worker, lines):
     worker.script = fail_halfway
     await gateway.chat(make_body(n=-1))
     await gateway.stream()
@@ -89,7 +87,7 @@ async def test_every_route_writes_a_line_and_counts_by_its_template(gateway, wor
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
-async def test_refusals_share_ten_lines_a_second(gateway, caplog):
+async def test_refusals_are_logged_at_most_ten_times_a_second(gateway, caplog):
     caplog.set_level(logging.INFO, HTTP_LOGGER)
     began = time.monotonic()
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""The gateway's part of a trace, as a collector sees it; the worker is scripted."""
+"""The gateway's spans of a trace, as a collector receives them, with a scripted worker."""
 
 import sys
 from operator import methodcaller
@@ -85,16 +85,14 @@ async def test_operations_and_attributes_have_the_names_of_the_conventions(trace
     assert used <= known
 
 
-async def test_a_caller_who_keeps_no_trace_gets_none(traced, worker, collector):
+async def test_an_unsampled_caller_gets_no_spans(traced, worker, collector):
     async with traced as gateway:
         await gateway.chat(headers={"traceparent": CALLER[:-2] + "00"})
     assert worker.requests[0].trace_parent.endswith("-00")
     assert collector.spans == []
 
 
-async def test_a_failure_of_ours_is_an_error_and_one_of_the_client_is_not(
-    traced, worker, collector
-):
+async def test_server_failures_are_span_errors_and_client_errors_are_not(traced, worker, collector):
     worker.script = methodcaller("fail", ErrorCode.ENGINE_FAILURE)
     async with traced as gateway:
         await gateway.chat()
@@ -113,21 +111,19 @@ async def test_without_traces_the_callers_header_is_passed_on_and_answered(gatew
     assert worker.requests[1].trace_parent is None
 
 
-def test_opentelemetrys_own_switch_turns_it_off_and_without_the_extra_it_is_refused(monkeypatch):
+def test_otel_sdk_disabled_disables_traces_and_the_extra_is_required(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("OTEL_SDK_DISABLED", "true")
         assert create_tracer(TraceSettings(export="otlp"), "gateway", "g") is None
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     monkeypatch.delitem(sys.modules, "shared.telemetry.spans", raising=False)
-    # Another test may have imported it.
+    # Another test can have imported the module.
     monkeypatch.delattr("shared.telemetry.spans", raising=False)
     with pytest.raises(SettingsError, match=r"VLM_TRACES__EXPORT: .* pip install .*traces"):
         create_tracer(TraceSettings(export="otlp"), "gateway", "g")
 
 
-async def test_metrics_of_the_conventions_are_sent_where_they_are_asked_for(
-    monkeypatch, collector, traced
-):
+async def test_metrics_of_the_conventions_are_exported_if_enabled(monkeypatch, collector, traced):
     monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
     async with traced as gateway:
         assert (await gateway.chat()).status_code == 200

@@ -1,3 +1,3 @@
-"""Fixtures: a server made of a script."""
+"""A scripted server for tests of the command-line client."""
 
 from tests.loadtest.conftest import fake as fake

@@ -1,4 +1,4 @@
-"""The terminal's chat client: which model it asks, and what it lets through to the terminal."""
+"""`vlm chat`: the model that it chooses, and the control characters that it removes from output."""
 
 import os
 import pty
@@ -32,7 +32,7 @@ LOADING = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
         (404, ["no such path"], "answers 404"),
     ],
 )
-def test_the_first_model_that_may_have_a_worker_is_asked_or_it_says_what_to_do(
+def test_the_first_available_model_is_used_or_the_error_explains_why(
     monkeypatch, status, answer, says
 ):
     client = Client("http://server", None)
@@ -45,9 +45,7 @@ def test_the_first_model_that_may_have_a_worker_is_asked_or_it_says_what_to_do(
         first_model(client)
 
 
-def test_the_answer_alone_goes_to_the_standard_output_without_its_controls(
-    fake: FakeServer, capsys
-):
+def test_only_the_answer_without_control_characters_is_on_stdout(fake: FakeServer, capsys):
     text = "a\x1b[2Jb\tc\nd\x07\x9b31m\x00\x7f\r é🙂"
     timings = event({"choices": [], "timings": {"e2e_s": 0.5}})
     fake.pieces = [chunk(text), timings, event(b"[DONE]")]
@@ -55,7 +53,7 @@ def test_the_answer_alone_goes_to_the_standard_output_without_its_controls(
     assert capsys.readouterr() == ("a[2Jb   c\nd31m é🙂\n", "")
 
 
-def test_the_answers_alone_are_printed_where_there_is_no_terminal(fake: FakeServer):
+def test_without_a_terminal_only_the_answers_are_printed(fake: FakeServer):
     done = ask(fake, text="first\n\nsecond\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, 2 * "one two three \n", "")
     assert [len(body["messages"]) for body in fake.bodies] == [1, 3]
@@ -65,7 +63,7 @@ def test_the_answers_alone_are_printed_where_there_is_no_terminal(fake: FakeServ
     assert done.stderr == 2 * "no such thing\n"
 
 
-def test_a_question_that_fails_leaves_the_conversation_and_its_error_has_no_controls(
+def test_a_failed_question_is_removed_and_its_error_has_no_control_characters(
     fake: FakeServer,
 ):
     fake.pieces = [event({"error": {"message": "no \x1b[31mred"}})]
@@ -105,7 +103,7 @@ class Terminal:
         os.write(self._master, text.encode())
 
     def read_until(self, expected: str) -> None:
-        """Read until a text has been shown since the last call."""
+        """Reads until a text has been shown since the last call."""
         while expected not in self.text:
             self.text += os.read(self._master, 4096).decode()
         self.text = self.text.partition(expected)[2]
@@ -121,7 +119,7 @@ def _control_terminal() -> None:
     import signal  # noqa: PLC0415
     import termios  # noqa: PLC0415
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore SIGINT
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -137,7 +135,7 @@ def terminal(fake: FakeServer):
 def test_a_conversation_with_ctrl_c_and_commands(
     fake: FakeServer, terminal: Terminal, tmp_path: Path
 ):
-    # An empty line follows Ctrl-C, because a terminal may drop what is written beside the signal: the prompt.
+    # An empty line follows Ctrl-C because the signal can discard the prompt that the terminal is writing.
     for typed in ("\x03\n", "\n", "half a line\x03\n"):
         terminal.type(typed)
         terminal.read_until("> ")
@@ -161,7 +159,7 @@ def test_a_conversation_with_ctrl_c_and_commands(
         ("What?", "three"), ("/clear", "is empty"), ("/json", "text now"), ("And now?", "three"),
     ):  # fmt: skip
         terminal.type(line + "\n")
-        terminal.read_until(line[-8:])  # as typed
+        terminal.read_until(line[-8:])  # as the user typed it
         terminal.read_until(shown)
         terminal.read_until("> ")
     *_, first, second = fake.bodies

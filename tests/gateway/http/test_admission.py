@@ -11,10 +11,10 @@ from gateway.http.body import Admission
 @pytest.mark.parametrize(
     ("num_ended", "wait_s"), [(0, 1), (1, 30), (20, 20), (40, 10), (100, 4), (400, 1)]
 )
-def test_who_is_sent_away_is_told_when_those_that_are_open_will_have_ended(
+def test_retry_after_is_the_expected_time_until_open_requests_have_ended(
     monkeypatch, num_ended, wait_s
 ):
-    """Forty requests are open; requests that ended more than ten seconds ago do not count for the rate."""
+    """Forty requests are open. Requests that ended more than ten seconds ago do not count."""
     now = 1000.0
     monkeypatch.setattr(body, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(body.random, "uniform", lambda low, high: (low + high) / 2)

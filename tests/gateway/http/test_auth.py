@@ -1,4 +1,4 @@
-"""Keys: who passes, what the others see, and what an open gateway may listen on."""
+"""API keys: which requests pass, how tenants are separated, and where an open gateway can listen."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ with_keys = pytest.mark.parametrize("changes", [KEYS])
 
 
 @with_keys
-async def test_only_known_keys_pass_by_any_host_name_and_each_has_a_tenant_of_its_own(
+async def test_known_keys_pass_with_any_host_name_and_have_separate_tenants(
     gateway, worker, changes
 ):
     for headers in (
@@ -68,7 +68,7 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
     gateway, worker, changes, caplog, monkeypatch
 ):
     caplog.set_level(logging.DEBUG)
-    ended = asyncio.Semaphore(0)  # one for each line of a request's end, which follows its answer
+    ended = asyncio.Semaphore(0)  # released by each line that logs the end of a request
     watch = logging.Handler()
     watch.emit = lambda record: ended.release()  # type: ignore[method-assign]
     monkeypatch.setattr(logging.getLogger("gateway.calls.recorder"), "handlers", [watch])
@@ -78,7 +78,7 @@ async def test_logs_hold_no_key_no_prompt_and_no_image(
         for extra in ({}, {"unknown": "pRoMpT"}, {"temperature": 9}, {"model": "pRoMpT"}):
             await gateway.client.post(CHAT, json={**body, **extra}, headers=bearer(key))
     async with asyncio.timeout(10):
-        for _ in range(4):  # those with a key
+        for _ in range(4):  # the requests with a key
             await ended.acquire()
     assert caplog.text.count("request ended") == 8
     written = caplog.text + "".join(str(vars(record)) for record in caplog.records)
@@ -107,14 +107,14 @@ async def test_without_keys_a_foreign_name_is_refused(gateway, worker, changes):
 @pytest.mark.parametrize(
     "changes", [{"gateway": {"api_keys": ["sk-one"], "admin_keys": ["sk-admin"]}}]
 )
-async def test_where_operators_have_keys_they_alone_read_metrics(gateway):
+async def test_with_admin_keys_only_operators_can_read_metrics(gateway):
     for key, status in ((None, 401), ("sk-none", 401), ("sk-one", 403), ("sk-admin", 200)):
         answer = await gateway.client.get("/metrics", headers=bearer(key) if key else {})
         assert answer.status_code == status
 
 
 @with_keys
-async def test_clients_of_anthropic_are_refused_in_its_words_at_the_list_of_models(gateway):
+async def test_anthropics_clients_get_its_error_format_from_the_list_of_models(gateway):
     version = {"anthropic-version": "2023-06-01"}
     refused = await gateway.client.get("/v1/models", headers=version)
     assert (refused.status_code, refused.json()["type"]) == (401, "error")

@@ -1,4 +1,4 @@
-"""Pages of other origins: no header without a setting; with it, those origins and no others."""
+"""Cross-origin requests: no CORS header without the setting; with it, only the listed origins are allowed."""
 
 from itertools import product
 
@@ -38,7 +38,7 @@ async def test_a_page_of_an_allowed_origin_asks_without_a_key_and_calls_with_one
         response = await gateway.chat(body, headers={"origin": PAGE, **key})
         assert response.headers["access-control-allow-origin"] == PAGE
         assert "x-request-id" in response.headers["access-control-expose-headers"]
-    refused = await gateway.chat(headers={"origin": PAGE})  # and the page sees why
+    refused = await gateway.chat(headers={"origin": PAGE})  # the page can read the error
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == PAGE
     asked = await gateway.client.options(CHAT, headers={**ASKS, "origin": "https://evil.example"})
@@ -47,14 +47,14 @@ async def test_a_page_of_an_allowed_origin_asks_without_a_key_and_calls_with_one
 
 
 FORM = {"content-type": "multipart/form-data; boundary=x"}
-#: Of a page elsewhere: told by name, by the browser alone, by a page without an origin, by a neighbor on this host.
+#: Headers of other pages: a foreign origin, a cross-site request, an opaque origin, and a neighbor on this host.
 ELSEWHERE = (
     {"origin": "https://evil.example.com"}, {"sec-fetch-site": "cross-site"}, {"origin": "null"},
     {"origin": "http://localhost:3000", "sec-fetch-site": "same-site"},
 )  # fmt: skip
 
 
-async def test_what_no_browser_asks_about_is_refused_to_pages_of_other_origins(gateway):
+async def test_requests_without_preflight_are_refused_to_other_origins(gateway):
     paths = (CHAT, "/v1/files", "/v1/batches/batch_1/cancel", "/nowhere")
     for path, headers in product(paths, ({}, {"content-type": "Text/Plain;charset=utf-8"}, FORM)):
         for page in ELSEWHERE:
@@ -63,8 +63,8 @@ async def test_what_no_browser_asks_about_is_refused_to_pages_of_other_origins(g
         assert (await gateway.client.post(path, content=b"", headers=headers)).status_code != 403
 
 
-async def test_the_pages_of_the_gateway_may_post_anything_and_others_json(gateway):
-    """By the browser's word, behind any proxy; by their host where a browser says no more (plain HTTP)."""
+async def test_own_pages_can_post_any_type_and_other_pages_only_json(gateway):
+    """The browser marks the request as same-origin, behind any proxy, or over plain HTTP the origin equals the host."""
     host = gateway.client.build_request("POST", "/").headers["host"]
     for page in (
         {"origin": "https://public.example.com", "sec-fetch-site": "same-origin"},
@@ -73,7 +73,7 @@ async def test_the_pages_of_the_gateway_may_post_anything_and_others_json(gatewa
     ):
         response = await gateway.client.post("/v1/files", content=b"", headers={**FORM, **page})
         assert response.status_code != 403, page
-    # JSON came after a preflight, or of an extension that needs none.
+    # The browser sent a preflight for JSON, or an extension that needs none sent it.
     json_of_another = await gateway.chat(headers={"origin": "chrome-extension://abc"})
     assert json_of_another.status_code == 200
 
@@ -81,6 +81,6 @@ async def test_the_pages_of_the_gateway_may_post_anything_and_others_json(gatewa
 @pytest.mark.parametrize(
     "changes", [{"gateway": {"cors_origins": (PAGE,)}}, {"gateway": {"cors_origins": ("*",)}}]
 )
-async def test_pages_of_an_allowed_origin_may_post_anything(gateway, changes):
+async def test_pages_of_an_allowed_origin_can_post_any_type(gateway, changes):
     response = await gateway.client.post("/v1/files", headers={**FORM, "origin": PAGE})
     assert response.status_code != 403

@@ -1,4 +1,4 @@
-"""A body of nothing but text, as large as one may be: others are answered while it is read."""
+"""A request body of text at the size limit: other requests are answered while the gateway reads it."""
 
 import http.client
 import threading
@@ -13,7 +13,7 @@ from tests.rounds import in_one_round
 HEAD = b'{"model": "tiny", "messages": [{"role": "user", "content": "'
 ESCAPE, TAIL = b"\\u00e9", b'"}]}'
 TYPE = {"content-type": "application/json"}
-LONGEST_S = 5.0  #: ten times what it takes
+LONGEST_S = 5.0  #: : ten times the usual duration
 
 
 def connect(gateway: RunningGateway) -> closing[http.client.HTTPConnection]:
@@ -29,8 +29,8 @@ def status_of(connection: http.client.HTTPConnection, *request) -> int:
 
 
 @in_one_round
-async def test_others_are_answered_while_a_large_text_is_read(gateway):
-    """Clients in threads of their own: what is measured is how long the gateway's loop stands still."""
+async def test_other_requests_are_answered_while_a_large_text_is_read(gateway):
+    """The clients run in threads, so the measured time is that during which the gateway's event loop is blocked."""
     max_bytes = LimitSettings().max_body_bytes
     body = HEAD + ESCAPE * ((max_bytes - len(HEAD) - len(TAIL)) // len(ESCAPE)) + TAIL
     is_answered = threading.Event()

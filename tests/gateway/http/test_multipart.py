@@ -1,4 +1,4 @@
-"""Forms that arrive in pieces."""
+"""Multipart forms that arrive in pieces."""
 
 import io
 from itertools import pairwise
@@ -28,7 +28,7 @@ def read(pieces: list[bytes]) -> list[tuple[str, str | None, bytes]]:
 
 
 @given(st.lists(st.integers(0, len(BODY)), max_size=20))
-def test_it_does_not_matter_where_a_form_is_cut(places: list[int]):
+def test_a_form_can_be_split_at_any_byte(places: list[int]):
     cuts = sorted({0, *places, len(BODY)})
     assert read([BODY[a:b] for a, b in pairwise(cuts)]) == FIELDS
     assert read([BODY[place : place + 1] for place in range(len(BODY))]) == FIELDS
@@ -46,7 +46,7 @@ PART = b"--xy\r\n" + HEAD + b"\r\n\r\n\r\n"
         PART.replace(HEAD, b"no field") + b"--xy--", b"--xy--\r\n" + PART + b"--xy--",
     ],
 )  # fmt: skip
-def test_what_is_no_form_is_refused(body: bytes):
+def test_an_invalid_form_is_refused(body: bytes):
     with pytest.raises(InvalidRequest, match="not valid multipart/form-data of at most 16 parts"):
         read([body])
 

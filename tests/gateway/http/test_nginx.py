@@ -1,4 +1,4 @@
-"""The configuration of nginx in front of a gateway: TLS, streams without delay, and the client's address."""
+"""The nginx configuration for a gateway: TLS, streams without buffering, and the client's address."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ def changes() -> dict:
 
 @pytest.fixture
 async def proxy(gateway, tmp_path: Path) -> AsyncIterator[str]:
-    """nginx on a free port; returns its URL."""
+    """Starts nginx on a free port; returns its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for name in ("privkey.pem", "fullchain.pem"):
@@ -71,7 +71,7 @@ async def proxy(gateway, tmp_path: Path) -> AsyncIterator[str]:
 
 
 def client(url: str, address: str = "127.0.0.1", key: str = KEY) -> httpx.AsyncClient:
-    """A client with this address."""
+    """Returns a client that connects from this address."""
     context = ssl._create_unverified_context()
     return httpx.AsyncClient(
         base_url=url,
@@ -81,7 +81,7 @@ def client(url: str, address: str = "127.0.0.1", key: str = KEY) -> httpx.AsyncC
     )
 
 
-async def test_a_token_reaches_the_client_before_the_next_is_made(proxy, gateway, worker):
+async def test_a_token_reaches_the_client_before_the_next_is_generated(proxy, gateway, worker):
     has_come = asyncio.Event()
     worker.script = says("two", begins="one", after=has_come)
     async with (

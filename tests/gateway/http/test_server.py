@@ -1,4 +1,4 @@
-"""The server: bounds on headers, probes, drain, overload, Redis away, models."""
+"""The HTTP server: bounds on headers, probes, drain, overload, Redis outages, and the list of models."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def connected(gateway):
 
 
 async def talk(gateway, *pieces: bytes) -> bytes:
-    """Send raw bytes; what comes back until the server hangs up."""
+    """Sends raw bytes; returns all bytes received until the server closes the connection."""
     async with connected(gateway) as (reader, writer), asyncio.timeout(10):
         for piece in pieces:
             writer.write(piece)
@@ -65,7 +65,7 @@ CHUNKED = (
 START = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
 
 
-async def test_what_is_not_plain_http_is_refused_and_hung_up_on(gateway):
+async def test_invalid_http_is_refused_and_the_connection_closed(gateway):
     for pieces in (
         (START, b"a: " + b"b" * 40_000, b"\r\n\r\n"),
         (START + b"a: " + b"b" * 40_000 + b"\r\n\r\n",),
@@ -90,8 +90,8 @@ async def test_what_is_not_plain_http_is_refused_and_hung_up_on(gateway):
         assert b'"code":"invalid_http"' in answer
 
 
-async def test_trailers_without_end_are_hung_up_on(gateway):
-    starts = (b"0\r\n", b"0\r\na: ", b"1;")  # many trailers, a long one, an extension of a chunk
+async def test_endless_trailers_close_the_connection(gateway):
+    starts = (b"0\r\n", b"0\r\na: ", b"1;")  # many trailers, a long one, and a chunk extension
     for path, start in product((b"/healthz", CHAT.encode()), starts):
         async with connected(gateway) as (reader, writer):
             writer.write(CHUNKED.replace(CHAT.encode(), path) + start)
@@ -104,7 +104,7 @@ async def test_trailers_without_end_are_hung_up_on(gateway):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ("sk-one",)}}])
-async def test_a_trailer_is_no_header(gateway, worker, changes):
+async def test_a_trailer_is_not_used_as_a_header(gateway, worker, changes):
     body = json.dumps(make_body()).encode()
     trailers = b"authorization: Bearer sk-one\r\nx-request-id: trailer\r\n"
     chunks = b"%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, trailers)
@@ -123,7 +123,7 @@ POST = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"header_timeout_s": 0.2, "body_timeout_s": 0.2}}])
-async def test_headers_and_bodies_that_do_not_come_are_not_waited_for(gateway, changes):
+async def test_headers_and_bodies_that_do_not_arrive_time_out(gateway, changes):
     assert await talk(gateway) == b""
     assert await talk(gateway, START) == b""
     kinds = product((b"", b"expect: 100-continue\r\n"), (b"", b"{"))
@@ -138,7 +138,7 @@ async def test_headers_and_bodies_that_do_not_come_are_not_waited_for(gateway, c
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"send_timeout_s": 0.2}}])
-async def test_who_reads_no_answer_is_hung_up_on(gateway, changes):
+async def test_a_client_that_reads_no_response_is_disconnected(gateway, changes):
     requests = [
         b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path * 400
         for path in (b"/metrics", b"/page/style.css", b"/v1/models", b"/nowhere")
@@ -153,7 +153,7 @@ async def test_who_reads_no_answer_is_hung_up_on(gateway, changes):
 
 @contextlib.contextmanager
 def asks_without_reading(gateway, requests: bytes):
-    """A client that sends and leaves the answers where they are; few bytes of them fit between the two."""
+    """A client that sends requests and reads no responses; the socket buffers hold only a few bytes."""
     gateway.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -167,8 +167,8 @@ def asks_without_reading(gateway, requests: bytes):
 async def test_connections_to_the_last_file_descriptors_are_refused_and_counted(
     gateway, worker, monkeypatch, caplog, num_left
 ):
-    """Some are kept for Redis, so that requests of the connections that are there are served."""
-    assert (await gateway.client.get("/healthz")).status_code == 200  # keeps its connection
+    """Some descriptors are reserved for Redis, so that existing connections are served."""
+    assert (await gateway.client.get("/healthz")).status_code == 200  # this connection stays open
     next_file = os.dup(0)
     os.close(next_file)
     limit = next_file + num_left
@@ -182,7 +182,7 @@ async def test_connections_to_the_last_file_descriptors_are_refused_and_counted(
     assert [record.name for record in caplog.records].count("gateway.http.server") == 1
 
 
-def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few(monkeypatch, caplog):
+def test_a_gateway_raises_its_file_limit_and_warns_if_it_is_too_low(monkeypatch, caplog):
     set_limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_limits.append(limits))
@@ -193,7 +193,7 @@ def test_a_gateway_takes_the_files_that_it_may_have_and_warns_of_too_few(monkeyp
 
 
 async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(gateway, worker):
-    """Also where it asks to keep the connection: nothing else would end a stream."""
+    """Also if the client asks for keep-alive, because only the end of the connection ends a stream."""
     old, said = b" HTTP/1.0\r\nconnection: keep-alive\r\n", []
     for stream in (False, True):
         request = chat_over_http(stream=stream)
@@ -208,7 +208,7 @@ async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(g
     assert said[1].endswith(b"data: [DONE]\n\n")
 
 
-async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_packet(gateway):
+async def test_a_large_request_is_answered_if_its_last_packet_has_the_next_one(gateway):
     first = chat_over_http(content="x" * 60_000)
     second = START + b"\r\n"
     async with connected(gateway) as (reader, writer):
@@ -219,8 +219,8 @@ async def test_a_large_request_is_answered_though_the_next_begins_in_its_last_pa
 
 
 @in_one_round
-async def test_token_ids_that_collide_keep_nobody_waiting(gateway):
-    """Multiples of 2**61 - 1 have one hash as Python's numbers: a table of them takes quadratic time to fill."""
+async def test_colliding_token_ids_do_not_block_the_event_loop(gateway):
+    """Multiples of 2**61 - 1 have the same hash as Python integers, so a dict of them fills in quadratic time."""
     bias = ",".join(f'"{i * (2**61 - 1)}":1' for i in range(19_900)).join("{}")
     body = json.dumps(make_body(logit_bias="?")).replace('"?"', bias).encode()
     hostile = asyncio.ensure_future(gateway.client.post(CHAT, content=body, headers=JSON_TYPE))
@@ -230,10 +230,10 @@ async def test_token_ids_that_collide_keep_nobody_waiting(gateway):
         assert (await gateway.client.get("/healthz")).status_code == 200
         longest_s = max(longest_s, time.perf_counter() - began_at)
     assert (await hostile).json()["error"]["param"] == "logit_bias"
-    assert longest_s < 5.0  # 8 to 10 where they become numbers first
+    assert longest_s < 5.0  # 8 to 10 s if the keys are converted to integers first
 
 
-async def test_a_body_of_too_many_values_is_refused_before_it_is_all_there(gateway):
+async def test_a_body_of_too_many_values_is_refused_before_it_ends(gateway):
     limit = gateway.services.settings.limits.max_commas
     start = b'{"tools":[' + b"1.5," * (limit + 1)
     head = b"POST %b HTTP/1.1\r\nconnection: close\r\n%b31000000\r\n\r\n" % (
@@ -294,7 +294,7 @@ async def test_models_are_listed_and_shown_as_their_workers_describe_them(fleet)
     }  # fmt: skip
 
 
-async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_workers(fleet):
+async def test_requests_carry_the_smallest_pixel_limit_of_the_models_workers(fleet):
     large = replace(CARD, max_image_pixels=5000, image_tokens=50, supports_video=True)
     small = replace(CARD, created_at=CARD.created_at - 1, max_image_pixels=1000, image_tokens=10)
     async with fleet.worker(large) as worker, fleet.gateway() as gateway:
@@ -308,11 +308,11 @@ async def test_every_request_brings_the_smallest_pixel_limit_of_its_models_worke
         [request] = worker.requests
         assert [image.max_pixels for image in request.task.images] == [1000]
         part = {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}
-        refused = await gateway.chat(make_body([part]))  # which one of the two does not take
+        refused = await gateway.chat(make_body([part]))  # too large for one of the two
         assert refused.json()["error"]["code"] == "unsupported_image"
 
 
-async def test_models_with_a_worker_come_first_and_the_newest_of_them(fleet):
+async def test_models_with_a_worker_are_listed_first_and_newest_first(fleet):
     now = CARD.created_at
     gone, old, new = (
         ModelCard(name, created_at, 512, 1000)
@@ -333,7 +333,7 @@ async def test_models_with_a_worker_come_first_and_the_newest_of_them(fleet):
 @pytest.mark.parametrize(
     "changes", [{"limits": {"max_open_body_bytes": 100_000, "max_open_requests": 2}}]
 )
-async def test_requests_and_bodies_beyond_the_limits_are_sent_away(gateway, worker, changes):
+async def test_requests_and_bodies_beyond_the_limits_are_refused(gateway, worker, changes):
     go_on = asyncio.Event()
 
     async def slow() -> AsyncIterator[bytes]:
@@ -355,7 +355,7 @@ async def test_requests_and_bodies_beyond_the_limits_are_sent_away(gateway, work
         assert 1 <= int(refused.headers["retry-after"]) <= 30
     go_on.set()
     assert [(await request).status_code for request in (first, second)] == [200, 200]
-    assert (await gateway.chat(make_body("x" * 150_000))).status_code == 200  # alone it may
+    assert (await gateway.chat(make_body("x" * 150_000))).status_code == 200  # alone, it passes
     assert gateway.services.admission.num_body_bytes == 0
     text = (await gateway.client.get("/metrics")).text
     for reason in ("body_bytes", "open_requests"):
@@ -363,9 +363,9 @@ async def test_requests_and_bodies_beyond_the_limits_are_sent_away(gateway, work
     assert 'vlm_requests_total{model="other",outcome="rejected"} 2.0' in text
 
 
-async def test_a_full_queue_sends_away_and_serves_the_rest_once_there_is_a_worker(fleet):
+async def test_a_full_queue_refuses_requests_and_serves_the_accepted_ones(fleet):
     async with fleet.worker():
-        pass  # the model is known now, and nobody serves it
+        pass  # the model is known now and has no worker
     async with fleet.gateway(limits={"max_queue_depth": 2}) as gateway:
         accepted = asyncio.ensure_future(gateway.chat())
         await until(lambda: gateway.services.dispatcher.has_open(MODEL))
@@ -380,7 +380,7 @@ async def test_a_full_queue_sends_away_and_serves_the_rest_once_there_is_a_worke
             assert (await accepted).status_code == 200
 
 
-async def test_redis_away_is_told_quickly(redis_prefix):
+async def test_an_outage_of_redis_is_reported_quickly(redis_prefix):
     settings = make_settings("unix:///nonexistent/redis.sock", redis_prefix)
     async with run_gateway_on_socket(settings, refresh=False) as gateway:
         async with asyncio.timeout(8):
@@ -392,7 +392,7 @@ async def test_redis_away_is_told_quickly(redis_prefix):
 
 
 async def open_and_stop(gateway, worker, script) -> asyncio.Future[str]:
-    """An open stream of a gateway that is told to stop."""
+    """Opens a stream and signals the gateway to stop."""
     worker.script = script
     open_request = asyncio.ensure_future(gateway.stream())
     await until(lambda: len(worker.answers) == 1)
@@ -414,7 +414,7 @@ async def test_open_requests_are_finished_before_the_end(gateway, worker):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"drain_s": 0.2}}])
-async def test_what_outlasts_the_drain_ends_with_an_error(gateway, worker, changes):
+async def test_requests_that_outlast_the_drain_end_with_an_error(gateway, worker, changes):
     script = says(begins="half", after=asyncio.Event())
     *_, last = read_events(await (await open_and_stop(gateway, worker, script)))
     assert last["error"]["code"] == "cancelled"

@@ -1,4 +1,4 @@
-"""Guesses at keys: counted by address, refused beyond a limit, and never at the cost of a right key."""
+"""Wrong keys: counted per client address and refused beyond a limit; a right key always passes."""
 
 import pytest
 
@@ -20,7 +20,9 @@ def is_refused(keys: WrongKeys, address: str) -> bool:
 
 
 @pytest.mark.parametrize("changes", [CHANGES])
-async def test_guesses_are_refused_and_a_right_key_is_not(gateway, worker, changes, caplog):
+async def test_too_many_wrong_keys_are_refused_and_a_right_key_is_not(
+    gateway, worker, changes, caplog
+):
     statuses = []
     for number in range(12):
         answer = await gateway.client.post(CHAT, json=make_body(), headers=bearer(f"sk-{number}"))
@@ -30,14 +32,14 @@ async def test_guesses_are_refused_and_a_right_key_is_not(gateway, worker, chang
     assert answer.json()["error"]["code"] == "too_many_wrong_keys"
     assert 1 <= int(answer.headers["retry-after"]) <= WINDOW_S
     assert caplog.text.count("127.0.0.1 sends wrong API keys") == 1
-    assert (await gateway.client.get("/v1/models")).status_code == 401  # no key is no guess
+    assert (await gateway.client.get("/v1/models")).status_code == 401  # no key is not counted
     assert (await gateway.client.get("/healthz", headers=bearer("sk-9"))).status_code == 200
     for name in ("x-forwarded-for", "forwarded", "x-real-ip"):  # a client cannot choose its address
         headers = {**bearer("sk-wrong"), name: "10.0.0.1"}
         assert (await gateway.client.get("/v1/models", headers=headers)).status_code == 429
 
 
-def test_a_minute_later_an_address_may_guess_again():
+def test_wrong_keys_are_forgotten_after_a_minute():
     now = 100.0
     keys = WrongKeys(2, lambda: now)
     assert [is_refused(keys, "10.0.0.1") for _ in range(3)] == [False, False, True]
@@ -63,7 +65,7 @@ def test_addresses_of_one_client_count_together(one, other, is_same):
     assert not any(is_refused(unlimited, one) for _ in range(100))
 
 
-def test_of_too_many_addresses_the_oldest_are_forgotten(monkeypatch):
+def test_the_oldest_of_too_many_addresses_are_evicted(monkeypatch):
     monkeypatch.setattr(auth, "MAX_ADDRESSES", 100)
     assert MAX_ADDRESSES >= 1000
     keys = WrongKeys(1)

@@ -22,7 +22,7 @@ async def test_changes_are_listed_on_every_gateway_newest_first(team: Team, tmp_
     adapter = {"lora_name": "poems"}
     unknown = await client.post("/v1/unload_lora_adapter", json=adapter, headers=bearer(boss))
     assert unknown.status_code == 404
-    await team.admin("GET")  # what only reads is not listed
+    await team.admin("GET")  # reads are not recorded
     await team.chat(boss)
     found = await entries(team, number=1)
     assert [(each["action"], each["name"]) for each in found] == [
@@ -42,13 +42,13 @@ async def test_changes_are_listed_on_every_gateway_newest_first(team: Team, tmp_
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "limit")
 
 
-async def test_no_change_without_its_entry(team: Team, tmp_path: Path):
+async def test_a_change_fails_if_its_audit_entry_cannot_be_written(team: Team, tmp_path: Path):
     key = await team.create("alice")
     folder = next(tmp_path.glob("store/**/audit"))
     for file in sorted(folder.rglob("*"), reverse=True):
         file.unlink() if file.is_file() else file.rmdir()
     folder.rmdir()
-    folder.write_text("")  # no folder can be made here
+    folder.write_text("")  # a file in place of the folder makes writes fail
     refused = await team.admin("DELETE", "/alice")
     assert refused.status_code == 503, refused.text
     assert await team.status(key) == 200

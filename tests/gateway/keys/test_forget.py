@@ -1,4 +1,4 @@
-"""`vlm keys` and `vlm forget` as programs: what one key has stored is deleted, what another has stays."""
+"""The commands `vlm keys` and `vlm forget`: the data of one key is deleted, and that of other keys stays."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def create_users(gateway: RunningGateway, *names: str, **fields: Any) -> "
 
 
 class User:
-    """Stores something of each kind with a key."""
+    """A user who stores an object of each kind with a key."""
 
     def __init__(self, gateway: RunningGateway, key: str) -> None:
         self.gateway, self.client = gateway, gateway.client
@@ -64,7 +64,7 @@ class User:
         return (await self.client.get(path, headers=self.headers)).status_code
 
     async def store(self) -> list[str]:
-        """Returns the paths of what was stored."""
+        """Stores an object of each kind; returns their paths."""
         image = await self.upload("vision", encoded())
         text = await self.upload("assistants", b"some text")
         batch = await self.gateway.begin_batch(self.headers, {"model": MODEL})
@@ -89,7 +89,7 @@ async def say_done(answer: Answer) -> None:
     await answer.finish(json.dumps({"output": ["done"]}) + "\n")
 
 
-async def test_what_a_key_has_stored_is_deleted_and_what_another_has_stays(
+async def test_only_the_data_of_the_given_key_is_deleted(
     gateway: RunningGateway, fleet, redis_prefix, redis
 ):
     async with fleet.worker(RUNS) as worker:
@@ -132,7 +132,7 @@ async def test_revoking_a_key_cancels_the_tasks_of_its_sessions(gateway: Running
         assert await waiting == 401
 
 
-async def test_vector_stores_and_common_data_of_sessions_go_and_collections_stay(
+async def test_vector_stores_and_session_data_are_deleted_and_collections_stay(
     ends, redis_server, redis_prefix, tmp_path, redis, fleet
 ):
     (tmp_path / "inputs.jsonl").write_text('{"text": "a"}\n')
@@ -167,7 +167,7 @@ async def test_vector_stores_and_common_data_of_sessions_go_and_collections_stay
         await until(has_no_holder)
 
 
-async def test_keys_by_the_command_line(gateway: RunningGateway):
+async def test_keys_are_managed_by_the_command_line(gateway: RunningGateway):
     async def keys(*arguments: str, key: str = "the-root-key") -> list[str]:
         done = await run_command(gateway, "keys", *arguments, key=key)
         assert done.exit_code == 0, done.output
@@ -211,14 +211,14 @@ WRONG: list[tuple[list[str], int, str]] = [
 ]
 
 
-async def test_wrong_arguments(gateway: RunningGateway):
+async def test_wrong_arguments_are_refused(gateway: RunningGateway):
     for arguments, code, says in WRONG:
         done = await run_command(gateway, *arguments)
         assert done.exit_code == code, (arguments, done.output)
         assert says in " ".join(done.stderr.split())
 
 
-async def test_batches_leave_half_of_the_open_requests_of_its_key(gateway: RunningGateway, fleet):
+async def test_batches_use_half_of_the_open_requests_of_their_key(gateway: RunningGateway, fleet):
     [user] = await create_users(gateway, "alice", open_requests=2)
     async with fleet.worker() as worker:
         worker.script = talk_on
@@ -230,7 +230,7 @@ async def test_batches_leave_half_of_the_open_requests_of_its_key(gateway: Runni
             await user.ask("POST", "/v1/chat/completions", json=make_body())
 
 
-async def test_a_key_that_is_revoked_attaches_no_more_files(gateway: RunningGateway, fleet):
+async def test_a_revoked_key_attaches_no_more_files(gateway: RunningGateway, fleet):
     card = replace(CARD, tasks=("embed",), dimensions=4, digest="d")
     [user] = await create_users(gateway, "alice")
 
@@ -242,5 +242,5 @@ async def test_a_key_that_is_revoked_attaches_no_more_files(gateway: RunningGate
         await gateway.services.models.refresh()
         body = {"name": "notes", "file_ids": [await user.upload("assistants", b"a") for _ in "ab"]}
         answer = await user.client.post("/v1/vector_stores", headers=user.headers, json=body)
-        assert answer.status_code in (401, 503), answer.text  # its request was open
+        assert answer.status_code in (401, 503), answer.text  # the revocation is seen now or later
         assert len(worker.answers) == 1

@@ -32,12 +32,12 @@ async def test_a_key_works_on_every_gateway_until_it_is_revoked(team: Team):
     assert (revoked.status_code, revoked.json()["state"]) == (200, "revoked")
     assert await team.status(key, 1) == 401
     await until_equal(lambda: team.status(key), 401, 2.0)
-    assert (await team.admin("DELETE", "/alice")).json()["state"] == "revoked"  # again
+    assert (await team.admin("DELETE", "/alice")).json()["state"] == "revoked"  # idempotent
     assert await team.status("of-the-settings") == 200
 
 
 async def test_revoking_a_key_ends_its_streams_on_every_gateway_and_no_others(team: Team):
-    """P16, for streams that run."""
+    """P16 for running streams."""
     team.worker.script = talk_on
     alice, bob = await team.create("alice"), await team.create("bob")
     paths = ("/v1/chat/completions", "/v1/messages")
@@ -105,7 +105,7 @@ async def test_a_rotated_key_keeps_its_data_and_the_old_one_ends(team: Team):
     assert (await client.get(f"/v1/responses/{kept}", headers=bearer(other))).status_code == 404
 
 
-async def test_limits_of_a_key_are_its_own(redis_server, redis_prefix, tmp_path):
+async def test_each_key_has_its_own_limits(redis_server, redis_prefix, tmp_path):
     store = f"file://{tmp_path}/store"
     limits: dict[str, Any] = {"max_key_requests_per_minute": 3}
     async with run_team(redis_server, redis_prefix, store, 1, **limits) as team:
@@ -159,12 +159,12 @@ async def test_a_bad_field_of_a_key_or_a_change_is_named(team: Team, method: str
         answer = await team.admin(method, path, **{**named, field: value})
         assert answer.status_code == 400, answer.text
         assert re.split(r"[.[]", answer.json()["error"]["param"])[0] == field
-    for change in ({"name": "bob"}, {"roles": ["admin"]}):  # which others may have
+    for change in ({"name": "bob"}, {"roles": ["admin"]}):  # fields that other APIs have
         answer = await team.gateways[0].client.patch(f"{PATH}/alice", json=change, headers=ROOT)
         assert code(answer)[::2] == (400, next(iter(change)))
 
 
-async def test_what_cannot_be_done_with_a_key_is_refused(team: Team):
+async def test_invalid_operations_on_a_key_are_refused(team: Team):
     await team.create()
     await team.create("boss", roles=["admin"])
     assert code(await team.admin("POST", name="alice")) == (409, "key_exists", "name")
@@ -228,7 +228,7 @@ async def test_roles_are_separate(team: Team):
         assert answer.status_code == status
 
 
-async def test_a_key_expires_and_is_not_rotated_then(team: Team):
+async def test_an_expired_key_cannot_be_rotated(team: Team):
     key = await team.create(expires_in_s=1)
     await until_equal(lambda: team.status(key), 401, 5.0)
     assert code(await team.admin("POST", "/alice:rotate")) == (409, "key_expired", "name")
@@ -249,7 +249,7 @@ async def test_a_redis_that_was_restored_or_emptied_revives_no_revoked_key(
             await redis.hset(api_keys, mapping=restored)
         async with run_team(redis_server, redis_prefix, store, 1) as team:
             assert (await team.status(lost), await team.status(kept)) == (401, 200)
-    async with run_team(redis_server, redis_prefix, store, 1) as team:  # while a gateway runs
+    async with run_team(redis_server, redis_prefix, store, 1) as team:  # with a running gateway
         await redis.delete(api_keys)
         await redis.hset(api_keys, mapping=copy)
         await team.refresh()
@@ -273,7 +273,7 @@ async def test_a_revocation_that_reached_the_store_alone_takes_effect_when_it_is
     assert (await team.admin("DELETE", "/alice")).json()["state"] == "revoked"
 
 
-async def test_without_redis_stored_keys_wait_and_are_503_and_those_of_the_settings_are_known(
+async def test_without_redis_stored_keys_get_a_503_and_keys_of_the_settings_work(
     tmp_path, redis_prefix, monkeypatch
 ):
     for name, seconds in (("STALE_S", 0.3), ("POLL_S", 0.05), ("WAIT_S", 30.0)):
@@ -314,7 +314,9 @@ async def test_without_a_root_key_there_are_no_stored_keys(fleet):
         assert "VLM_GATEWAY__ROOT_KEY" in answer.text
 
 
-async def test_the_store_keeps_every_state_and_no_key(team: Team, tmp_path, redis, redis_prefix):
+async def test_the_store_has_every_state_and_no_plaintext_key(
+    team: Team, tmp_path, redis, redis_prefix
+):
     keys = [await team.create(), (await team.admin("POST", "/alice:rotate")).json()["key"]]
     await team.admin("DELETE", "/alice")
     store = open_store(f"file://{tmp_path}/store")
@@ -329,7 +331,7 @@ async def test_the_store_keeps_every_state_and_no_key(team: Team, tmp_path, redi
     assert found["alice"].is_revoked
 
 
-async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
+async def test_admins_can_read_queues_workers_and_requests(team: Team):
     team.worker.script = talk_on
     user, admin = await team.create("user"), await team.create("admin", roles=["admin"])
     client, path = team.gateways[0].client, "/v1/admin/status"
@@ -362,7 +364,7 @@ async def test_who_manages_keys_sees_the_queues_and_workers(team: Team):
     streaming.cancel()
 
 
-async def test_of_two_changes_at_once_one_is_told(team: Team):
+async def test_one_of_two_concurrent_changes_is_refused_or_overwritten(team: Team):
     await team.create()
     rotations = [team.admin("POST", "/alice:rotate", number=number) for number in (0, 1)]
     answers = await asyncio.gather(*rotations)

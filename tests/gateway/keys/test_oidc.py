@@ -44,12 +44,12 @@ def to_jwk(kid: str, key: Any = None) -> dict[str, Any]:
 
 
 class Issuer:
-    """Serves a discovery document and keys, and signs tokens."""
+    """An issuer that serves a discovery document and keys, and signs tokens."""
 
     def __init__(self) -> None:
         self.keys = [to_jwk(kid) for kid in KEYS]
         self.paths: list[str] = []
-        self.answer: Callable[[Handler], object] | None = None  #: instead of ours
+        self.answer: Callable[[Handler], object] | None = None  #: : replaces the usual responses
         self.url = ""
 
     def serve(self, request: Handler) -> None:
@@ -63,7 +63,7 @@ class Issuer:
         request.answer(200, json.dumps(documents[request.path]).encode())
 
     def claims(self, **changes: Any) -> dict[str, Any]:
-        """Claims; those that are None are left out."""
+        """Returns claims; a change to None removes the claim."""
         usual = {
             "iss": self.url, "aud": "vlm", "sub": "alice", "exp": time.time() + 300, "vlm_key": "team",
         }  # fmt: skip
@@ -84,7 +84,7 @@ def part(data: bytes) -> bytes:
 def sign(
     payload: bytes, sign: Callable[[bytes], bytes] | None = None, alg: str = "RS256", **header: Any
 ) -> str:
-    """A token of any payload, with any header; by the issuer's RSA key, if no other way is given."""
+    """Returns a token with any payload and header, signed with the issuer's RSA key unless `sign` is given."""
     by_rsa = RSAAlgorithm(RSAAlgorithm.SHA256)
     sign = sign or (lambda data: by_rsa.sign(data, RSA))
     head = json.dumps({"alg": alg, "kid": "rsa", **header}).encode()
@@ -155,7 +155,7 @@ async def test_a_token_is_a_key_and_each_subject_has_a_tenant_of_its_own_on_ever
     assert found == [200, 200, 404]
 
 
-async def test_a_gateway_that_has_not_seen_a_subject_names_and_forgets_it(
+async def test_usage_and_forget_know_subjects_that_only_another_gateway_has_seen(
     team: Team, issuer: Issuer
 ):
     client, body = team.gateways[0].client, {"model": MODEL, "input": "hello"}
@@ -183,7 +183,7 @@ async def test_a_gateway_that_has_not_seen_a_subject_names_and_forgets_it(
 
 
 def signed_with_the_public_key(issuer: Issuer) -> str:
-    """By HS256, as if the public key were a shared secret."""
+    """Signs with HS256, as if the public key were a shared secret."""
     public = RSA.public_key().public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -260,7 +260,7 @@ async def test_forged_key_ids_do_not_reach_the_issuer(team: Team, issuer: Issuer
     ]
     answers = await asyncio.gather(*(team.get(token) for token in forged * 4))
     assert {answer.status_code for answer in answers} == {401}
-    assert len(issuer.paths) - num_before <= 2  # one reading
+    assert len(issuer.paths) - num_before <= 2  # one read of the discovery document and the keys
 
 
 async def test_known_keys_work_while_the_issuer_is_away_or_slow_and_new_ones_once_it_is_back(
@@ -285,7 +285,7 @@ async def test_known_keys_work_while_the_issuer_is_away_or_slow_and_new_ones_onc
         gate.set()
     issuer.answer, issuer.keys = None, [to_jwk("new", STRANGER)]
     assert (await team.get(new)).status_code == 200
-    withdrawn = await team.get(issuer.token())  # though it was verified before
+    withdrawn = await team.get(issuer.token())  # the token had been verified before
     assert withdrawn.status_code == 401
 
 
@@ -302,7 +302,7 @@ NONSENSE = (
 )
 
 
-async def test_an_issuer_that_answers_nonsense_at_the_start_is_asked_again(
+async def test_an_issuer_with_invalid_responses_at_startup_is_asked_again(
     redis_server, redis_prefix, issuer, monkeypatch
 ):
     monkeypatch.setattr(oidc, "RETRY_S", 0.0)
@@ -340,7 +340,7 @@ async def test_roles_models_and_limits_are_those_of_the_key_that_the_token_names
     other = issuer.token(vlm_key="other")
     assert (await team.get(other)).json()["data"] == []
     assert (await team.chat(other)).json()["error"]["code"] == "model_not_allowed"
-    for subject in ("alice", "bob"):  # a limit for each
+    for subject in ("alice", "bob"):  # each subject has its own limit
         few = issuer.token(sub=subject, vlm_key="few")
         assert (await team.chat(few, max_tokens=9)).status_code == 400
         statuses = [(await team.chat(few)).status_code for _ in range(3)]
@@ -412,7 +412,7 @@ def test_a_gateway_with_wrong_settings_does_not_start(
         Services(make_settings("redis://127.0.0.1:9", "x", gateway=keys))
 
 
-async def test_a_token_ends_and_its_stream_goes_on(team: Team, issuer: Issuer, monkeypatch):
+async def test_a_stream_continues_after_its_token_expired(team: Team, issuer: Issuer, monkeypatch):
     monkeypatch.setattr(oidc, "LEEWAY_S", 0.0)
     team.worker.script = talk_on
     token = issuer.token(exp=time.time() + 1)

@@ -1,4 +1,4 @@
-"""What a key allows each of its requests: the length of answers, and the priority. With a real Redis."""
+"""Limits of a key on each request: the length of answers, and the priority. With a real Redis."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -18,8 +18,8 @@ CHAT = make_body()
 AT_MOST_8 = (
     ("/v1/chat/completions", CHAT, "max_tokens"),
     ("/v1/chat/completions", CHAT, "max_completion_tokens"),
-    ("/v1/completions", PROMPT, "max_tokens"),  # its own default is 16
-    ("/v1/messages", CHAT, "max_tokens"),  # required
+    ("/v1/completions", PROMPT, "max_tokens"),  # the API's default is 16
+    ("/v1/messages", CHAT, "max_tokens"),  # a required field
     ("/v1/responses", INPUT, "max_output_tokens"),
     ("/api/chat", CHAT, "options.num_predict"),
     ("/api/generate", PROMPT, "options.num_predict"),
@@ -45,7 +45,7 @@ def max_tokens(team: Team) -> int | None:
     return task.sampling.max_tokens
 
 
-async def test_a_longer_answer_than_the_key_allows_is_refused_by_the_fields_name_or_cut(team: Team):
+async def test_an_answer_longer_than_the_keys_limit_is_refused_by_field_or_cut(team: Team):
     key = await team.create(max_output_tokens=8)
     for path, body, field in AT_MOST_8:
         outer, _, inner = field.partition(".")

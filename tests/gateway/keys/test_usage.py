@@ -31,7 +31,7 @@ from tests.factories_gateway import (
 from tests.factories_keys import KEYS, PATH, ROOT, Team, bearer, code, run_command, run_team
 from tests.waiting import until, until_equal
 
-#: A request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.
+#: Each request of the scripted worker has 7 prompt tokens, 2 of them cached, and 3 output tokens.
 PRICES = {MODEL: {"input": 10.0, "cached_input": 1.0, "output": 100.0, "image": 0.01}}
 COST = (5 * 10 + 2 * 1 + 3 * 100) / 1e6
 
@@ -85,7 +85,7 @@ async def test_usage_is_listed_by_day_key_and_model(team: Team):
     assert (row["key"], row["output_tokens"], float(row["cost"])) == ("bob", "3", COST)
 
 
-async def test_cells_of_csv_are_no_formulas(team: Team):
+async def test_csv_cells_cannot_be_formulas(team: Team):
     tags = ("=1+1", "\t=1+1", "\r=1+1")
     for number, tag in enumerate(tags):
         await team.status(await team.create(f"key{number}", tag=tag))
@@ -96,7 +96,7 @@ async def test_cells_of_csv_are_no_formulas(team: Team):
     }
 
 
-async def test_prompts_choices_versions_and_what_was_published_of_a_stream_count(team: Team, fleet):
+async def test_usage_counts_prompts_choices_versions_and_published_tokens(team: Team, fleet):
     gateway, key = team.gateways[0], await team.create(budget=5)
     body = {"model": MODEL, "prompt": ["a", "b", "c"], "n": 2}
     answer = await gateway.client.post("/v1/completions", json=body, headers=bearer(key))
@@ -105,7 +105,7 @@ async def test_prompts_choices_versions_and_what_was_published_of_a_stream_count
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 21, 18)
 
     key = await team.create("bob")
-    for version in ("a", "b"):  # of a deployment: one model with one price
+    for version in ("a", "b"):  # two versions of a deployment count as one model with one price
         card = replace(CARD, name=f"{MODEL}@{version}")
         async with fleet.worker(card):
             await gateway.services.models.refresh()
@@ -119,14 +119,14 @@ async def test_prompts_choices_versions_and_what_was_published_of_a_stream_count
     task.cancel()
     await until(lambda: answer.refused == "cancelled")
     [row] = await rows(team, key=key)
-    published = answer.num_tokens - 1  # the last one was refused
+    published = answer.num_tokens - 1  # the publication of the last token was refused
     assert (row["requests"], row["input_tokens"], row["output_tokens"]) == (1, 7, published)
 
 
 async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     key = await team.create(budget=2.5 * COST)
     await team.refresh()
-    for _ in range(3):  # the last one overdraws it
+    for _ in range(3):  # the last one exceeds it
         assert await team.status(key) == 200
     refused = await team.chat(key, 1)
     assert code(refused) == (429, "insufficient_quota", None)
@@ -136,8 +136,8 @@ async def test_a_spent_budget_refuses_until_the_next_month(team: Team):
     assert (shown["budget"], shown["period"]) == (2.5 * COST, "month")
 
 
-async def test_requests_at_once_overspend_by_at_most_one(team: Team):
-    """Each reserves what it may cost: 64 output tokens."""
+async def test_concurrent_requests_overspend_by_at_most_one_request(team: Team):
+    """Each request reserves its maximum cost of 64 output tokens."""
     most = (30 * 10 + 64 * 100) / 1e6
     key = await team.create(budget=8 * most)
     await team.refresh()
@@ -148,7 +148,7 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
     assert 429 in {each.status_code for each in answers}
     [row] = await rows(team)
     assert 0 < row["cost"] <= 9 * most
-    # A prompt reserves the tokens that its bytes may be: three for each character, to some tokenizers.
+    # A prompt reserves one token per byte, the most of any tokenizer: three per character of this text.
     text = "\u5b57" * 120
     bob = await team.create("bob", budget=2 * 360 * 10 / 1e6)
     await team.refresh()
@@ -160,9 +160,9 @@ async def test_requests_at_once_overspend_by_at_most_one(team: Team):
         each.cancel()
 
 
-async def test_what_a_request_did_not_use_of_its_reservation_is_free_again(team: Team):
+async def test_the_unused_part_of_a_reservation_is_released(team: Team):
     key = await team.create(budget=20 * COST)
-    for _ in range(15):  # each reserves more than a fifth of it
+    for _ in range(15):  # each one reserves more than a fifth of the budget
         assert await team.status(key) == 200
 
 
@@ -173,7 +173,7 @@ async def test_usage_and_budgets_outlive_redis(
     for _ in range(2):
         assert await team.status(key) == 200
     before = await rows(team)
-    # A gateway that starts saves what Redis has.
+    # A gateway saves the counts of Redis when it starts.
     async with run_team(redis_server, redis_prefix, store, 1, prices=PRICES) as other:
         await until(lambda: has_saved(store, 2))
         names = RedisKeys(redis_prefix)
@@ -187,7 +187,7 @@ async def test_usage_and_budgets_outlive_redis(
     assert [each["requests"] for each in totals] == [3]
 
 
-async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
+async def test_a_redis_restored_from_an_older_copy_continues_from_the_saved_usage(
     redis_prefix, store, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(usage, "_SAVE_S", 0.05)
@@ -197,7 +197,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
     url = server.start()
 
     async def talk(key: str, times: int) -> None:
-        async with run_worker(url, redis_prefix) as worker:  # it does not outlive its Redis
+        async with run_worker(url, redis_prefix) as worker:  # the worker must stop before its Redis
             for _ in range(times):
                 await until_equal(lambda: Team([gateway], worker).status(key), 200)
 
@@ -221,7 +221,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
             key = (await gateway.client.post(PATH, json=body, headers=ROOT)).json()["key"]
             await talk(key, 1)
             await until(lambda: has_saved(store, 1))
-            # As in a copy of yesterday.
+            # Redis is restored from a copy of yesterday.
             await redis.delete(*[each async for each in redis.scan_iter(names.spent + "*")])
             restart()
             await talk(key, 2)
@@ -242,7 +242,7 @@ async def test_a_redis_restored_from_an_older_copy_goes_on_from_what_was_saved(
 
 
 def has_saved(store: str, num_requests: int) -> bool:
-    """Whether the store has the usage of so many requests."""
+    """Returns whether the store has the usage of this many requests."""
     paths = Path(store.removeprefix("file://")).rglob("usage/*/*.json")
     sums = [json.loads(path.read_bytes()) for path in paths]
     found = [count for each in sums for name, count in each.items() if name.startswith("requests ")]

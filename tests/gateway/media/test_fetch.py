@@ -26,13 +26,13 @@ from tests.waiting import until
 
 PUBLIC = "93.184.216.34"
 TLS = Path(__file__).parent / "tls"
-TLS_NAMES = ("first.example", "second.example")  #: which have certificates here
+TLS_NAMES = ("first.example", "second.example")  #: : hosts that have certificates in these tests
 
 
 class Request(NamedTuple):
     target: str
     headers: dict[str, str]
-    tls_name: str | None  #: the one that the connection was opened for
+    tls_name: str | None  #: : the SNI name of the connection
 
     @property
     def host(self) -> str:
@@ -44,7 +44,7 @@ def image(request: Request) -> bytes:
 
 
 class World(httpcore.AsyncNetworkBackend):
-    """A fake internet, and a fetcher: every address leads to one server of this process, which answers with `answer`."""
+    """A fake internet and a fetcher: one server in this process has every address and responds with `answer`."""
 
     def __init__(
         self, answer: Callable[[Request], Any] = image, lookup: Callable[..., Any] | None = None, *,
@@ -81,7 +81,7 @@ class World(httpcore.AsyncNetworkBackend):
         await self.fetcher.close()
         for server in self._servers:
             server.close()
-        await asyncio.gather(*filter(None, self._serving))  # their clients have hung up
+        await asyncio.gather(*filter(None, self._serving))  # their clients have disconnected
 
     async def fetch(self, url: str) -> bytes:
         file = io.BytesIO()
@@ -147,7 +147,7 @@ def respond(status: int, body: bytes = b"", **headers: str) -> bytes:
 
 
 class Names:
-    """A name server: `addresses` by name, else `default`."""
+    """A name server that returns `addresses` by name, and `default` for other names."""
 
     def __init__(self, *default: str, **addresses: str) -> None:
         self.default = default or (PUBLIC,)
@@ -175,11 +175,11 @@ class Names:
         "fec0::1", "feff::1", "168.63.129.16", "::ffff:168.63.129.16", "161.26.0.6", "166.9.0.1", "192.80.8.124",
     ],
 )  # fmt: skip
-def test_addresses_of_the_house_are_refused(address):
+def test_private_addresses_are_refused(address):
     assert not is_public(ipaddress.ip_address(address))
 
 
-def test_addresses_of_the_world_are_accepted():
+def test_public_addresses_are_accepted():
     for address in (PUBLIC, "8.8.8.8", "2606:2800:220:1::1", "2a00:1450::8", "64:ff9b::808:808"):
         assert is_public(ipaddress.ip_address(address))
 
@@ -206,8 +206,8 @@ def test_urls_that_two_parsers_could_read_differently_are_refused(url):
      "http://2130706433/", "http://0x7f.1/", "http://0177.0.0.1/", "http://169.254.169.254/latest",
      "http://no-such-host.invalid/x.png"],
 )  # fmt: skip
-async def test_no_packet_goes_to_the_house(url):
-    """One private address among many is enough."""
+async def test_no_packet_is_sent_to_a_private_address(url):
+    """One private address among several is enough to refuse a host."""
     for lookup in (socket.getaddrinfo, Names(PUBLIC, "10.0.0.1")):
         async with World(lookup=lookup) as world:
             assert not await world.is_fetched(url)
@@ -227,13 +227,13 @@ async def test_the_connection_goes_to_the_address_that_was_checked():
 
 
 async def test_a_connection_kept_for_one_host_never_carries_anothers_request():
-    """Both names lead to one address, whose server keeps its connections open."""
+    """Both names resolve to one address, whose server keeps connections open."""
     async with World() as world:
         for name in (*TLS_NAMES, *TLS_NAMES):
             await world.fetch(f"https://{name}/")
     assert [request.host for request in world.requests] == [*TLS_NAMES, *TLS_NAMES]
     assert [request.tls_name for request in world.requests] == [*TLS_NAMES, *TLS_NAMES]
-    assert len(world.connects) == 2  # each was used twice
+    assert len(world.connects) == 2  # one connection per host, each used twice
 
 
 async def test_a_host_without_a_certificate_of_its_own_is_refused():
@@ -257,7 +257,7 @@ async def test_every_failure_reads_the_same(response):
         assert not await world.is_fetched("http://images.example/")
 
 
-async def test_the_whole_time_is_bounded():
+async def test_the_total_time_is_bounded():
     def trickle(request):
         yield respond(200, content_length="10000")
         while True:
@@ -270,7 +270,7 @@ async def test_the_whole_time_is_bounded():
 @pytest.mark.parametrize(
     ("hosts", "fetched", "refused"),
     [
-        # The server of a.example speaks TLS at port 443.
+        # The server of a.example speaks TLS on port 443.
         ("any-public", "http://a.example:80 https://first.example:443", "http://a.example:443 http://a.example:6379"),
         ("any-public a.example:6379", "http://a.example:6379 http://b.example", "http://b.example:6379"),
         ("a.example", "http://a.example http://a.example.",
@@ -278,9 +278,7 @@ async def test_the_whole_time_is_bounded():
         ("a.example:8080", "http://a.example:8080", "http://a.example"),
     ],
 )  # fmt: skip
-async def test_only_named_hosts_and_the_ports_of_the_web_or_named_ones_are_asked(
-    hosts, fetched, refused
-):
+async def test_only_allowed_hosts_and_ports_are_connected_to(hosts, fetched, refused):
     async with World(hosts=tuple(hosts.split()), timeout_s=1.0) as world:
         assert all([await world.is_fetched(f"{url}/") for url in fetched.split()])
         assert not any([await world.is_fetched(f"{url}/") for url in refused.split()])
@@ -288,7 +286,7 @@ async def test_only_named_hosts_and_the_ports_of_the_web_or_named_ones_are_asked
 
 @pytest.fixture
 def door() -> Iterator[socket.socket]:
-    """Where images are served to a gateway that is told of this host and port."""
+    """The listening socket of an image server; the gateway allows its host and port."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         yield door
 
@@ -303,7 +301,7 @@ async def test_a_remote_image_reaches_the_worker_and_counts_against_the_memory_f
     gateway, worker, door, monkeypatch
 ):
     sent, go_on = asyncio.Event(), asyncio.Event()
-    data = encoded(5) + bytes(49_000)  # what follows the image is not looked at
+    data = encoded(5) + bytes(49_000)  # bytes after the image are ignored
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -368,7 +366,7 @@ async def test_a_redirect_passes_the_same_checks(start, location, is_followed):
     ],
     ids=["a host", "an address with many names", "a network with many addresses"],
 )
-async def test_a_slow_owner_does_not_take_all_fetches(slow_url, slow_address, most):
+async def test_one_slow_server_does_not_occupy_all_fetches(slow_url, slow_address, most):
     go_on = asyncio.Event()
 
     async def answer(request):
@@ -421,7 +419,7 @@ async def test_a_dead_name_server_does_not_stall_other_names(monkeypatch):
             come_back.set()
 
 
-async def test_proxies_of_the_environment_are_not_asked(monkeypatch):
+async def test_proxies_of_the_environment_are_not_used(monkeypatch):
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with World() as world:
@@ -439,7 +437,7 @@ def test_an_allowed_host_is_a_plain_name_or_a_name_and_a_port():
     assert settings.remote_images == ("a.example", "b.example:8443")
 
 
-async def test_redirects_come_to_an_end():
+async def test_the_number_of_redirects_is_limited():
     async with World(lambda request: respond(302, location="/again")) as world:
         assert not await world.is_fetched("http://a.example/")
     assert len(world.requests) == 4

@@ -1,4 +1,4 @@
-"""How long images stay in Redis: as long as their request, and a little longer."""
+"""The lifetime of images in Redis: until their request ends, and a little longer."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ async def until_released(redis: Redis, prefix: str) -> None:
     await until(are_released)
 
 
-async def test_an_image_stays_for_its_request_and_goes_soon_after_it_or_its_client(
+async def test_an_image_expires_soon_after_its_request_or_its_client(
     gateway, worker, redis, redis_prefix
 ):
     seen: list[int] = []
@@ -53,7 +53,7 @@ async def test_an_image_stays_for_its_request_and_goes_soon_after_it_or_its_clie
 
 
 @pytest.mark.parametrize("changes", [{"limits": {"max_key_requests_per_minute": 1}}])
-async def test_an_image_of_a_request_that_was_not_queued_goes_soon(
+async def test_an_image_of_a_request_that_was_not_queued_expires_soon(
     gateway, worker, redis, redis_prefix, changes
 ):
     assert (await gateway.chat()).status_code == 200

@@ -31,7 +31,7 @@ from tests.factories_video import clip
         ("GIF", {}), ("AVIF", {"speed": 10}),
     ],
 )  # fmt: skip
-def test_the_header_says_what_a_decoder_says(size, format, options):
+def test_the_header_matches_the_decoded_image(size, format, options):
     buffer = io.BytesIO()
     Image.new("RGB", size, "red").save(buffer, format, **options)
     header = read_header(buffer.getvalue())
@@ -39,7 +39,7 @@ def test_the_header_says_what_a_decoder_says(size, format, options):
     assert (header.width, header.height) == size
 
 
-def test_pixels_may_spell_the_name_of_a_header():
+def test_a_chunk_that_contains_the_name_of_a_header_is_skipped():
     data = encoded()
     body = b"tEXtComment\0IHDR" * 2
     chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
@@ -53,7 +53,7 @@ AVIF = encoded(format="AVIF")[:150]
     st.binary(max_size=200),
     st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF0000WEBP", b"GIF89a", AVIF, b""]),
 )
-def test_no_bytes_break_the_reader(data, start):
+def test_any_bytes_are_read_or_refused(data, start):
     try:
         header = read_header(start + data)
     except ImageRefused:
@@ -102,7 +102,7 @@ async def test_the_bytes_decide_and_not_the_media_type():
 
 
 class Fetcher:
-    """Stands in for `ImageFetcher`: `clip` comes in pieces, `missing` is refused, others are never there."""
+    """Stands in for `ImageFetcher`: `clip` arrives in pieces, `missing` is refused, and other fetches never end."""
 
     def __init__(self) -> None:
         self.files: list[IO[bytes]] = []
@@ -123,7 +123,7 @@ class Fetcher:
             raise
 
 
-async def test_the_siblings_of_a_refused_image_are_given_up():
+async def test_a_refused_image_cancels_the_other_fetches():
     fetcher = Fetcher()
     sources = [ImageSource(f"http://x.example/{name}", name) for name in ("a", "missing", "b")]
     with pytest.raises(InvalidRequest) as raised:
@@ -147,7 +147,7 @@ async def test_a_video_by_url_is_a_file_on_disk_if_the_store_takes_files():
 
 
 def jpeg_of_scans(num_scans: int) -> bytes:
-    """A progressive image that repeats its last scan, with a film behind its end that has such markers too."""
+    """Returns a progressive JPEG that repeats its last scan, followed by a film that contains such markers too."""
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(buffer, "JPEG", progressive=True)
     data = buffer.getvalue()
@@ -157,7 +157,7 @@ def jpeg_of_scans(num_scans: int) -> bytes:
 
 
 def png_of_chunks(num_chunks: int) -> bytes:
-    """The header, small texts, and the end of the file."""
+    """Returns a PNG of the header, many small text chunks, and the end of the file."""
     data = encoded()
     body = b"tEXtk\0v"
     chunk = struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
@@ -175,5 +175,5 @@ def test_an_image_of_too_many_parts_is_refused_with_the_reason(make, most, reaso
 
 
 @given(st.binary(max_size=300))
-def test_base64_comes_back_as_it_went(data):
+def test_decoding_inverts_base64(data):
     assert decode_base64(base64.b64encode(data).decode()) == data

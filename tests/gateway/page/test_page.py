@@ -22,7 +22,7 @@ async def test_every_file_is_served_without_a_key_and_nothing_else(gateway):
         assert (await gateway.client.get(gateway.url + path)).status_code == 401, path
 
 
-async def test_the_page_is_read_alone_with_a_policy_and_a_tag(gateway):
+async def test_the_page_has_a_content_security_policy_and_an_etag(gateway):
     assert (await gateway.client.post("/")).status_code == 405
     head = await gateway.client.head("/")
     assert (head.status_code, head.content) == (200, b"")
@@ -47,6 +47,6 @@ async def test_the_page_is_read_alone_with_a_policy_and_a_tag(gateway):
 
 
 def test_the_markdown_library_is_the_published_file():
-    """marked 18.2.1 of npm, lib/marked.esm.js."""
+    """The file lib/marked.esm.js of marked 18.2.1 on npm."""
     digest = hashlib.sha256((FOLDER / "marked.js").read_bytes()).hexdigest()
     assert digest == "5371fea86fd0656b4fc7bea7c94c663109d82789b69433eeee78d42895aa44de"

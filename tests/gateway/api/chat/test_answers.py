@@ -1,4 +1,4 @@
-"""Whole answers on the wire: fields, usage, choices, logprobs, headers, timings."""
+"""Complete chat responses: fields, usage, choices, logprobs, headers, timings."""
 
 import asyncio
 import base64
@@ -86,7 +86,7 @@ async def test_an_answer_has_every_field_of_the_contract(gateway, worker):
     }
 
 
-async def test_choices_come_by_index_and_the_prompt_counts_once(gateway, worker):
+async def test_choices_are_ordered_by_index_and_the_prompt_counts_once(gateway, worker):
     async def script(answer: Answer) -> None:
         await answer.start()
         reason = FinishReason.LENGTH if answer.choice == 1 else FinishReason.STOP
@@ -100,7 +100,7 @@ async def test_choices_come_by_index_and_the_prompt_counts_once(gateway, worker)
     assert answer["usage"]["completion_tokens"] == 6
 
 
-async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
+async def test_each_choice_is_sampled_with_its_own_seed(gateway, worker):
     await gateway.chat(make_body(n=3, seed=5))
     await gateway.chat(make_body(n=3, seed=5))
     seeds = {answer.choice: [] for answer in worker.answers}
@@ -114,7 +114,7 @@ async def test_choices_are_drawn_with_seeds_of_their_own(gateway, worker):
     assert len({answer.request.task.sampling.seed for answer in worker.answers}) == 6
 
 
-async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
+async def test_logprobs_have_tokens_bytes_and_alternatives(gateway, worker):
     chosen = TokenLogprob("Hé", -0.5)
     entry = OutputLogprob(chosen, (chosen, TokenLogprob("Ha", -1.5)))
 
@@ -130,14 +130,14 @@ async def test_logprobs_have_tokens_bytes_and_rivals(gateway, worker):
     assert answer["choices"][0]["logprobs"] == {"refusal": None, "content": content}
 
 
-async def test_parameters_in_words_of_chat_alone_reach_the_worker(gateway, worker):
-    """The others are in tests/gateway/api/test_recorded_requests.py."""
+async def test_chat_only_parameters_reach_the_worker(gateway, worker):
+    """Parameters of several APIs are tested in tests/gateway/api/test_recorded_requests.py."""
     own = {"max_completion_tokens": 9, "seed": -1, "stop": ["a", "b"], "metadata": {"k": "v"}}
     await gateway.chat(make_body(repetition_penalty=1.5, **own))
     [sampling] = [request.task.sampling for request in worker.requests]
     assert (sampling.max_tokens, sampling.seed) == (9, 2**64 - 1)
     assert (sampling.stop, sampling.repetition_penalty) == (("a", "b"), 1.5)
-    for name in ("max_tokens", "max_completion_tokens"):  # more than the context holds
+    for name in ("max_tokens", "max_completion_tokens"):  # larger than the context length
         await gateway.chat(make_body(temperature=1e-45, **{name: 30_000}))
         sampling = worker.requests[-1].task.sampling
         assert (sampling.max_tokens, sampling.temperature) == (30_000, 0.0)
@@ -147,9 +147,7 @@ SUGGESTED = SamplingDefaults(0.25, 0.5, 7, 0.125, 1.5, 9)
 
 
 @pytest.mark.parametrize("card", [replace(CARD, sampling=SUGGESTED)])
-async def test_where_a_request_says_nothing_the_model_is_sampled_as_its_makers_suggest(
-    gateway, worker, card
-):
+async def test_omitted_sampling_fields_have_the_defaults_of_the_model_card(gateway, worker, card):
     for body in (make_body(), make_body(temperature=None, top_k=None, max_tokens=None)):
         await gateway.chat(body)
         sampling = worker.requests[-1].task.sampling
@@ -168,7 +166,7 @@ async def test_where_a_request_says_nothing_the_model_is_sampled_as_its_makers_s
         assert found == replace(sampling, seed=found.seed, **changed)
 
 
-async def test_an_unknown_path_is_told_the_right_one(gateway):
+async def test_the_error_of_an_unknown_path_names_the_right_path(gateway):
     for path, near in (
         *((path, "serves /v1/chat/completions;") for path in (
             "/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/")),
@@ -212,7 +210,7 @@ async def test_a_conversation_with_images_keeps_its_order(gateway, worker):
     assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 12
 
 
-async def test_headers_say_who_and_how_long(gateway, worker):
+async def test_headers_have_the_request_id_and_stage_times(gateway, worker):
     response = await gateway.chat(headers={"x-request-id": "mine-1"})
     assert response.headers["x-request-id"] == "mine-1"
     assert int(response.headers["openai-processing-ms"]) >= 0
@@ -226,8 +224,8 @@ async def test_headers_say_who_and_how_long(gateway, worker):
         assert re.fullmatch(r"req_[0-9a-f]{32}", response.headers["x-request-id"])
 
 
-async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway):
-    """Names that clients make up are no labels."""
+async def test_refusals_are_counted_under_known_model_names_only(gateway):
+    """Model names that clients invent are not used as label values."""
     bad = ({"best_of": 2}, {"temperature": ""}, {"messages": []}, {"n": 0}, {"service_tier": "x"})
     for model, label in (("tiny", "tiny"), ("unheard-of", "other"), ("evil\n", "other")):
         for changes in (*bad, {} if label == "other" else {"n": -1}):
@@ -243,7 +241,7 @@ async def test_what_is_refused_is_counted_under_a_model_that_is_known(gateway):
     assert "evil" not in text
 
 
-# Functions that the model may call
+# Tools
 
 
 ABLE = replace(CARD, supports_grammars=True)
@@ -263,7 +261,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize("card", [ABLE])
-async def test_what_the_model_may_call(gateway, worker):
+async def test_tools_and_tool_choice_reach_the_worker(gateway, worker):
     for fields, expected in (
         ({"tools": [TOOL]}, Tools((WEATHER,))),
         ({"tools": [TOOL], "tool_choice": "auto"}, Tools((WEATHER,))),
@@ -287,7 +285,7 @@ DEEP = '{"x": ' + "[" * 2000
 
 
 @pytest.mark.parametrize("card", [ABLE])
-async def test_arguments_that_are_whole_are_told_whatever_they_are(gateway, worker):
+async def test_complete_tool_arguments_are_returned_and_truncated_ones_not(gateway, worker):
     async def call(answer: Answer) -> None:
         await answer.start()
         [event] = answer.deltas("")
@@ -316,8 +314,8 @@ async def test_arguments_that_are_whole_are_told_whatever_they_are(gateway, work
             assert (expected in response.text) is (is_whole or path == "/v1/messages")
 
 
-async def test_a_refusal_leaves_nothing_to_collect(gateway):
-    """Frames hold bodies: what only a collection frees adds up until there is one."""
+async def test_a_refusal_leaves_no_reference_cycle(gateway):
+    """A frame refers to its request's body, so a reference cycle would retain bodies until the next collection."""
     await gateway.client.get("/healthz")  # opens the connection
     gc.collect()
     gc.disable()
@@ -325,7 +323,9 @@ async def test_a_refusal_leaves_nothing_to_collect(gateway):
         response = await gateway.chat(make_body(max_tokens=-1))
         assert response.status_code == 400
         async with asyncio.timeout(10):
-            while [o for o in gc.get_objects() if issubclass(type(o), ApiError)]:  # asks no object
+            while [
+                o for o in gc.get_objects() if issubclass(type(o), ApiError)
+            ]:  # runs no code of `o`
                 await asyncio.sleep(0)
     finally:
         gc.enable()

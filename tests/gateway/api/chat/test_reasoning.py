@@ -1,4 +1,4 @@
-"""Models that think: on the wire, in the history, and by the template's switches, up to a real worker."""
+"""Reasoning models: responses, streams, the history, and the template's switches, up to a real worker."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ ALWAYS = replace(CARD, reasoning="think", always_thinks=True)
 
 
 async def think(answer: Answer) -> None:
-    """Two tokens of thinking, one that ends it, one of the answer."""
+    """Publishes two reasoning tokens, one that ends the reasoning, and one of the answer."""
     request_id, attempt = answer.request.id, answer.claim.attempt
     pieces = [("so ", ""), ("it is", ""), (".", "Yes "), ("", f"{answer.choice}!"), ("", "")]
     await answer.start()
@@ -26,7 +26,7 @@ async def think(answer: Answer) -> None:
     await answer.publish(Finished(request_id, attempt, FinishReason.STOP, usage))
 
 
-async def test_a_whole_answer_has_what_was_thought_beside_it(gateway, worker):
+async def test_a_response_has_the_reasoning_beside_the_content(gateway, worker):
     plain = (await gateway.chat()).json()
     assert "reasoning_content" not in plain["choices"][0]["message"]
     assert "completion_tokens_details" not in plain["usage"]
@@ -43,8 +43,8 @@ async def test_a_whole_answer_has_what_was_thought_beside_it(gateway, worker):
     assert "reasoning_content" not in await gateway.stream(body)
 
 
-async def test_a_stream_tells_what_is_thought_apart(gateway, worker):
-    """Choices are interleaved by index."""
+async def test_a_stream_has_reasoning_deltas_before_content_deltas(gateway, worker):
+    """Chunks of the two choices are interleaved."""
     worker.script = think
     body = make_body(n=2, stream_options={"include_usage": True})
     *chunks, usage, _ = read_events(await gateway.stream(body))
@@ -58,7 +58,7 @@ async def test_a_stream_tells_what_is_thought_apart(gateway, worker):
     assert usage["usage"]["completion_tokens_details"] == {"reasoning_tokens": 6}
 
 
-async def test_what_was_thought_comes_back_in_the_history(gateway, worker):
+async def test_reasoning_of_earlier_turns_reaches_the_worker(gateway, worker):
     turns = [("reasoning_content", "a"), ("reasoning", "b"), ("reasoning", {"c": 1}), (None, "")]
     messages: list[dict[str, Any]] = []
     for name, value in turns:
@@ -89,7 +89,7 @@ async def test_what_was_thought_comes_back_in_the_history(gateway, worker):
         (CARD, [({"reasoning_effort": "none"}, {}), ({"chat_template_kwargs": {}}, {})]),
     ],
 )  # fmt: skip
-async def test_switches_reach_the_template_by_its_own_names(gateway, worker, card, cases):
+async def test_reasoning_options_are_renamed_to_those_of_the_template(gateway, worker, card, cases):
     for asked, options in cases:
         response = await gateway.chat(make_body(**asked))
         assert response.status_code == 200, response.text

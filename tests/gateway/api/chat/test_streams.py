@@ -1,4 +1,4 @@
-"""Streams on the wire: the order of chunks, usage, timings, failures before and after the status line."""
+"""Streams: the order of chunks, usage, timings, and failures before and after the status line."""
 
 import json
 from itertools import product
@@ -17,7 +17,7 @@ from tests.fuzzing import num_examples
 
 
 def read_events(text: str) -> list:
-    """The data of each event of a stream; comments are left out."""
+    """Returns the data of each event of a stream, without comments."""
     frames = text.split("\n\n")
     assert frames.pop() == ""
     data = [frame.removeprefix("data: ") for frame in frames if not frame.startswith(":")]
@@ -25,18 +25,18 @@ def read_events(text: str) -> list:
 
 
 def essence(chunk: dict) -> list:
-    """Index, delta and finish reason of a chunk's choices."""
+    """Returns the index, delta and finish reason of each choice of a chunk."""
     return [(c["index"], c["delta"], c["finish_reason"]) for c in chunk["choices"]]
 
 
-async def test_chunks_come_in_the_order_of_the_contract(gateway, worker):
+async def test_chunks_are_in_the_order_of_openais_api(gateway, worker):
     *chunks, done = read_events(await gateway.stream())
     assert done == "[DONE]"
     first, *others, last = (essence(chunk) for chunk in chunks)
     assert first == [(0, {"role": "assistant", "content": ""}, None)]
     assert last == [(0, {}, "stop")]
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-1]]
-    assert "".join(texts) == "Hello you"  # tokens that come while others are sent share a chunk
+    assert "".join(texts) == "Hello you"  # tokens can be joined in one chunk
     assert others == [[(0, {"content": text}, None)] for text in texts]
     assert len({(c["id"], c["created"], c["model"], c["object"]) for c in chunks}) == 1
     assert chunks[0]["object"] == "chat.completion.chunk"
@@ -57,8 +57,8 @@ async def test_usage_comes_last_and_is_null_before(gateway, worker):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_each_chunk_with_a_choice_counts_more_than_the_one_before(gateway, worker, path):
-    """As vLLM's own tests ask, also where the last token has text."""
+async def test_continuous_usage_grows_with_each_chunk(gateway, worker, path):
+    """vLLM's test suite requires this, also if the last token has text."""
 
     async def script(answer: Answer) -> None:
         await answer.start()
@@ -111,7 +111,7 @@ async def test_a_failure_before_the_answer_has_a_status(gateway, worker):
             assert ("retry-after" in response.headers) == (retry == "true")
 
 
-async def test_a_stream_that_fails_says_whether_to_retry(gateway, worker):
+async def test_a_failed_stream_states_whether_to_retry(gateway, worker):
     async def script(answer: Answer) -> None:
         await answer.start()
         await answer.say("half")
@@ -129,7 +129,7 @@ async def test_a_stream_that_fails_says_whether_to_retry(gateway, worker):
 
 @settings(max_examples=num_examples(100))
 @given(st.lists(st.text(), min_size=1))
-def test_no_text_of_a_model_breaks_a_frame(texts):
+def test_any_text_of_a_model_is_one_valid_event(texts):
     answer = ChatAnswer(ChatOptions(), AnswerHead("i", 1, "m"))
     events = [(0, Tokens("r", 1, i, (i,), text)) for i, text in enumerate(texts)]
     text = b"".join(data for _, data in answer.frames(events, None)).decode()
