@@ -1,4 +1,4 @@
-"""A bucket of moto, an S3-compatible server."""
+"""A bucket on moto, an S3-compatible server."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ MOTO = shutil.which("moto_server") or os.environ.get("MOTO_SERVER", "")
 
 @pytest.fixture(scope="module")
 def s3_url() -> Iterator[str]:
-    """The URL of a folder in it; `make store-test` installs the server."""
+    """The URL of a folder in the bucket. `make store-test` installs the server."""
     pytest.importorskip("obstore")
     if not MOTO:
         pytest.skip("no moto_server: make store-test")

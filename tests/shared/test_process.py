@@ -1,4 +1,4 @@
-"""A process after its start: huge pages, mapped files that stay untouched, and types of messages."""
+"""Process startup: huge pages, mapped files that stay untouched, and message types resolved before threads start."""
 
 import os
 import re
@@ -38,8 +38,8 @@ def _can_collapse() -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no /proc")
-def test_what_was_loaded_lies_in_huge_pages_and_stacks_stay_small(tmp_path: Path):
-    """Beside a mapped file whose name is no text."""
+def test_loaded_memory_is_in_huge_pages_and_stacks_stay_small(tmp_path: Path):
+    """Another mapped file has a name that is not valid UTF-8."""
     path = bytes(tmp_path) + b"/\xff"
     Path(os.fsdecode(path)).write_bytes(b"x" * 4096)
     with subprocess.Popen(
@@ -81,5 +81,5 @@ for thread in threads:
 """
 
 
-def test_threads_may_decode_a_type_at_once():
+def test_threads_can_decode_a_type_concurrently():
     assert subprocess.run([sys.executable, "-c", DECODE]).returncode == 0

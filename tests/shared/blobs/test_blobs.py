@@ -1,4 +1,4 @@
-"""Blobs in Redis: what is put is found by its hash, and goes soon after its last holder."""
+"""Blobs in Redis: stored by hash, and deleted soon after the last holder releases them."""
 
 from hashlib import sha256
 
@@ -22,12 +22,14 @@ async def store(redis, redis_prefix):
     await store.close()
 
 
-async def test_bytes_that_are_not_those_of_the_hash_are_not_given_out(store, redis, redis_prefix):
+async def test_bytes_that_do_not_match_their_hash_are_not_returned(store, redis, redis_prefix):
     await redis.set(RedisKeys(redis_prefix).blob(REF.sha256), b"another image", px=1000)
     assert await store.get(REF) is None
 
 
-async def test_known_bytes_are_kept_longer_without_being_sent(store, redis, redis_prefix):
+async def test_storing_known_bytes_extends_their_ttl_without_sending_them(
+    store, redis, redis_prefix
+):
     data = bytes(300_000)
     ref = await store.put(data, "a", ttl_s=60)
     key = RedisKeys(redis_prefix).blob(ref.sha256)
@@ -48,7 +50,7 @@ async def test_known_bytes_are_kept_longer_without_being_sent(store, redis, redi
     assert await store.get(ref) == data
 
 
-async def test_a_holder_releases_all_that_it_has_put_and_nothing_else(store, redis, redis_prefix):
+async def test_a_holder_releases_only_its_own_blobs(store, redis, redis_prefix):
     keys = RedisKeys(redis_prefix)
     mine = [await store.put(bytes([number]), "a", ttl_s=300) for number in range(3)]
     short = await store.put(b"short", "a", ttl_s=2)
@@ -57,10 +59,10 @@ async def test_a_holder_releases_all_that_it_has_put_and_nothing_else(store, red
     await store.release("unknown")
     assert [await redis.ttl(keys.blob(ref.sha256)) <= BLOB_LINGER_S for ref in mine] == [True] * 3
     assert await redis.ttl(keys.blob(others.sha256)) > 290
-    assert await redis.pttl(keys.blob(short.sha256)) <= 2000  # never longer
+    assert await redis.pttl(keys.blob(short.sha256)) <= 2000  # never extended
 
 
-async def test_a_release_as_the_store_closes_is_carried_out(redis, redis_prefix):
+async def test_closing_the_store_completes_pending_releases(redis, redis_prefix):
     store = RedisBlobStore(redis, redis_prefix)
     await store.put(DATA, "a", ttl_s=300)
     store.release("a")
@@ -75,6 +77,6 @@ async def test_a_store_that_is_away_says_so(tmp_path):
         await store.put(DATA, "a", ttl_s=60)
     with pytest.raises(BlobsUnavailable):
         await store.get(REF)
-    await store.release("a")  # nobody waits for it
+    await store.release("a")  # runs in the background
     await store.close()
     await redis.aclose()

@@ -1,4 +1,4 @@
-"""Large blobs in a directory or bucket: workers read them by a URL, without credentials."""
+"""Large blobs in a directory or bucket: workers read them by a signed URL, without credentials."""
 
 import asyncio
 import io
@@ -49,10 +49,10 @@ async def reader(redis, redis_prefix):
     await reader.close()
 
 
-async def test_a_worker_reads_a_large_blob_by_its_url_unless_others_changed_it(
+async def test_a_worker_reads_a_large_blob_by_url_unless_it_was_changed(
     make, url, reader, redis, redis_prefix
 ):
-    stores = make(url), make(url)  # of two gateways
+    stores = make(url), make(url)  # the stores of two gateways
     refs = await asyncio.gather(*(store.put(LARGE, "a", ttl_s=60) for store in stores))
     assert refs == [REF, REF]
     located = await stores[0].locate(REF, 60.0)
@@ -65,7 +65,7 @@ async def test_a_worker_reads_a_large_blob_by_its_url_unless_others_changed_it(
 
 
 async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
-    """Larger than two parts of an upload."""
+    """The file is larger than two parts of a multipart upload."""
     data = os.urandom(12 * 1024 * 1024)
     ref = BlobRef(sha256(data).hexdigest(), len(data))
     with TemporaryFile() as file:
@@ -81,7 +81,7 @@ async def test_a_file_is_stored_in_parts_and_read_as_a_file(make, url, reader):
     assert await reader.open(located) is None
 
 
-async def test_what_is_small_is_in_redis(make, url, reader):
+async def test_small_blobs_are_stored_in_redis(make, url, reader):
     store, ref = make(url), BlobRef(sha256(b"small").hexdigest(), 5)
     assert await store.put(b"small", "a", ttl_s=60) == ref
     assert await store.put(io.BytesIO(b"small"), "a", ttl_s=60, ref=ref) == ref
@@ -90,8 +90,8 @@ async def test_what_is_small_is_in_redis(make, url, reader):
     assert (await reader.open(ref)).read() == b"small"
 
 
-async def test_a_blob_is_written_once_in_an_hour_unless_it_is_gone(make, url, reader):
-    """A lifecycle rule of the bucket counts from the last write."""
+async def test_a_blob_is_written_once_per_hour_unless_it_is_missing(make, url, reader):
+    """The bucket's lifecycle rule counts from the last write."""
     store, bucket = make(url), from_url(url)
     await store.put(LARGE, "a", ttl_s=60)
     obstore.put(bucket, REF.sha256, b"as it was written")

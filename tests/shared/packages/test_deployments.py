@@ -1,4 +1,4 @@
-"""Records of deployments are written once, and suffice to restore the active version."""
+"""Deployment records are written once and suffice to restore the active version."""
 
 import msgspec
 import pytest
@@ -25,7 +25,7 @@ def store(tmp_path):
     return open_store(f"file://{tmp_path}")
 
 
-def test_the_records_say_what_serves_and_where_a_rollback_leads(store):
+def test_the_records_name_the_active_version_and_the_one_before(store):
     assert read_history(store, "n") is None
     for number, digest in enumerate((A, B), 1):
         record_generation(store, Generation("n", number, digest, Spec()))
@@ -49,7 +49,7 @@ def test_the_records_say_what_serves_and_where_a_rollback_leads(store):
     assert last_numbers(store) == {"n": 4, "n-other": 1}
 
 
-def test_a_record_that_was_damaged_is_told_by_its_key(store):
+def test_the_error_of_a_damaged_record_names_its_key(store):
     store.put_if_absent("deployments/n/00000001.json", b"{")
     with pytest.raises(StoreError, match=r"deployments/n/00000001\.json is damaged"):
         read_history(store, "n")
@@ -58,7 +58,7 @@ def test_a_record_that_was_damaged_is_told_by_its_key(store):
 @pytest.mark.parametrize(
     "spec", [{"max_instances": 0}, {"min_instances": 5}, {"canary": 1}, {"unknown": 1}, {"requires": ["telepathy"]}]
 )  # fmt: skip
-def test_a_spec_out_of_its_limits_is_refused(spec):
+def test_a_spec_beyond_its_limits_is_refused(spec):
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(msgspec.json.encode(spec), type=Spec)
 
@@ -66,7 +66,7 @@ def test_a_spec_out_of_its_limits_is_refused(spec):
 EARLIER_RECORD = b"""{"name":"n","number":1,"digest":"%s","spec":{"min_instances":1,"max_instances":4,
 "resources":{"memory_bytes":5},"canary":0.1,"idle_s":300.0,"target_age_s":2.0,"start_s":60.0,"retry_limit":3},
 "cause":"deploy","created_at":1.5}""" % A.encode()
-#: As the version before reads it, which refuses other fields.
+#: The spec as a record of the previous release, which refuses unknown fields.
 EARLIER_SPEC = (
     b'"spec":{"min_instances":1,"resources":{"memory_bytes":5},"canary":0.1,"start_s":60.0}'
 )
@@ -75,8 +75,8 @@ EARLIER_SPEC = (
 @pytest.mark.parametrize(
     "environment", [Environment(), Environment({"X": "1"}), Environment(secrets={"X": "x"})]
 )
-def test_a_record_is_read_by_the_version_before_unless_it_uses_what_is_new(environment):
-    """A revision in Redis has the same spec."""
+def test_the_previous_release_reads_records_without_new_features(environment):
+    """The spec of a revision in Redis has the same form."""
     spec = Spec(1, resources=Resources(memory_bytes=5), canary=0.1, start_s=60.0)
     made = Generation("n", 1, A, spec, created_at=1.5, environment=environment)
     uses_more = environment != Environment()

@@ -1,4 +1,4 @@
-"""Which variables and secrets a deployment may have, and what makes another version of it."""
+"""Environments of deployments: allowed variables and secrets, and their effect on the version's digest."""
 
 import pytest
 
@@ -11,9 +11,9 @@ from shared.packages.deployments import (
 
 A = f"sha256:{'a' * 64}"
 NODES = ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_REDIS_URL", "vlm_engine__kind")
-#: What starts an application and shuts it in would obey these.
+#: Variables that the interpreter, the loader or the sandbox obeys.
 BEFORE = ("LD_PRELOAD", "ld_audit", "DYLD_X", "GLIBC_TUNABLES", "PYTHONPATH", "BASH_ENV")
-#: What only the application itself, or a library of its, obeys.
+#: Variables that only the application or its libraries obey.
 OWN = ("ENV", "LANG", "LC_ALL", "TZ", "OMP_NUM_THREADS", "NODE_OPTIONS", "PERL5OPT", "HTTPS_PROXY")
 NAMES = (
     "API_TOKEN",
@@ -22,7 +22,7 @@ NAMES = (
     "x" * 63,
     "prod-eu-1-s3-v2-rw-key",
 )
-# Of the form of keys; none of them opens anything.
+# Values with the form of API keys; none of them is valid.
 VALUES = (
     *("sk-" + "Ab3" * 8, "hf_" + "aBcDeF" * 6, "ghp_" + "z" * 36, "AKIA" + "Q7" * 8),
     *("0f1e2d3c4b5a69788796a5b4c3d2e1f0", "1b4e28ba-2fa1-11d2-883f-0016d3cca427"),
@@ -48,12 +48,12 @@ VALUES = (
         ({f"A{number}": "" for number in range(101)}, {}, "variables, .* 101 of at most 100"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_name(variables, secrets, says):
+def test_invalid_variables_and_secrets_are_refused_by_name(variables, secrets, says):
     with pytest.raises(BadEnvironment, match=says):
         check_environment(Environment(variables, secrets))
 
 
-def test_names_that_only_the_application_obeys_and_names_of_secrets_are_free():
+def test_application_variables_and_any_secret_names_are_allowed():
     check_environment(Environment(dict.fromkeys(OWN, "x")))
     check_environment(Environment(secrets=dict.fromkeys(OWN, "x")))
     for name in NAMES:
@@ -61,7 +61,7 @@ def test_names_that_only_the_application_obeys_and_names_of_secrets_are_free():
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_what_may_be_a_value_is_refused_and_not_shown(value):
+def test_a_secret_name_that_looks_like_a_value_is_refused_and_not_shown(value):
     for secrets in ({"TOKEN": value}, {value: value}):
         with pytest.raises(BadEnvironment) as refused:
             check_environment(Environment(secrets=secrets))
@@ -69,7 +69,7 @@ def test_what_may_be_a_value_is_refused_and_not_shown(value):
         assert "VLM_NODE__SECRETS_DIR" in str(refused.value) or value in secrets
 
 
-def test_an_environment_makes_another_version_of_a_package_in_whatever_order_it_is_written():
+def test_the_digest_includes_the_environment_in_any_order():
     assert version_digest(A, Environment()) == A
     one = version_digest(A, Environment({"X": "1", "Y": "2"}))
     assert one == version_digest(A, Environment({"Y": "2", "X": "1"}))

@@ -1,4 +1,4 @@
-"""Garbage collection removes only unreferenced packages, also during uploads, deployments and kills."""
+"""Garbage collection removes only unreferenced packages, also with concurrent uploads, deployments and kills."""
 
 import errno
 import io
@@ -34,7 +34,7 @@ def make_package(text: str) -> tuple[Manifest, dict[str, bytes]]:
 
 
 class Store(FileStore):
-    """A store whose blobs are old, and deployments of it."""
+    """A store with old blobs, and deployments of them."""
 
     num_lists = 0
 
@@ -48,7 +48,7 @@ class Store(FileStore):
         return digest
 
     def upload(self, manifest: Manifest, blobs: dict[str, bytes]) -> str:
-        """What is not there yet."""
+        """Stores the blobs that are missing."""
         for data in (*blobs.values(), config_bytes(manifest), manifest.encode()):
             if self.size(digest_of(data)) is None:
                 self.put(digest_of(data), io.BytesIO(data))
@@ -72,28 +72,28 @@ class Store(FileStore):
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch) -> Store:
-    monkeypatch.setattr("os.fsync", lambda _: None)  # no machine ends here, and disks are slow
+    monkeypatch.setattr("os.fsync", lambda _: None)  # not needed without power failures, and slow
     return Store(tmp_path / "store")
 
 
-def test_what_serves_and_what_may_serve_again_stays(store: Store):
+def test_active_and_recent_versions_are_kept(store: Store):
     digests = [store.add(f"version {number}") for number in range(8)]
     for number, digest in enumerate(digests[:7], 1):
         store.deploy("n", number, digest, "active" if number < 3 else "rolled_back")
     store.deploy("n", 8, digests[7], None)
     store.num_lists = 0
     planned = collect(store, num_kept=2, is_dry=True)
-    assert store.num_lists < 10  # however many blobs there are
+    assert store.num_lists < 10  # independent of the number of blobs
     assert all(store.is_whole(digest) for digest in digests)
     done = collect(store, num_kept=2)
     assert {blob.key for blob in planned.blobs} == {blob.key for blob in done.blobs}
-    # The first two served, 7 and 8 are the latest; all share a file and a config.
+    # Versions 1 and 2 were active, 7 and 8 are the latest. All share a file and a config.
     assert [store.is_whole(digest) for digest in digests] == [True] * 2 + [False] * 4 + [True] * 2
     assert len(done.blobs) == 8
     assert not collect(store, num_kept=2).blobs
 
 
-def test_what_is_undeployed_goes_and_what_is_young_stays(store: Store):
+def test_undeployed_packages_are_removed_and_young_ones_kept(store: Store):
     gone, never = store.add("undeployed"), store.add("never deployed")
     store.deploy("n", 1, gone)
     store.deploy("n", 2, "")
@@ -104,7 +104,7 @@ def test_what_is_undeployed_goes_and_what_is_young_stays(store: Store):
     assert [store.is_whole(each) for each in (gone, never, young.digest)] == [False, False, True]
 
 
-def test_a_manifest_that_cannot_be_read_stops_it_before_anything_is_removed(store: Store):
+def test_an_unreadable_manifest_stops_it_before_any_removal(store: Store):
     digest, other = store.add("named"), store.add("not named")
     store.deploy("n", 1, digest)
     (store.root / blob_key(digest)).write_bytes(b"{")
@@ -114,7 +114,7 @@ def test_a_manifest_that_cannot_be_read_stops_it_before_anything_is_removed(stor
     assert store.is_whole(other)
 
 
-def test_a_folder_that_cannot_be_read_stops_it_before_any_removal(store: Store, monkeypatch):
+def test_an_unreadable_folder_stops_it_before_any_removal(store: Store, monkeypatch):
     digest, scandir = store.add("named"), os.scandir
     store.deploy("n", 1, digest)
 
@@ -129,7 +129,7 @@ def test_a_folder_that_cannot_be_read_stops_it_before_any_removal(store: Store, 
     assert store.is_whole(digest)
 
 
-def test_an_upload_under_way_keeps_what_it_found(store: Store):
+def test_an_unfinished_upload_keeps_the_blobs_that_it_found(store: Store):
     digest = store.add("found")
     with hold(store, package=digest):
         collect(store)
@@ -142,8 +142,8 @@ def test_an_upload_under_way_keeps_what_it_found(store: Store):
     assert not store.is_whole(digest)
 
 
-def test_an_upload_during_a_collection_waits_and_then_sees_what_is_gone(store: Store, monkeypatch):
-    """Its hold comes after the collector has looked: it must not count on what is about to go."""
+def test_an_upload_during_a_collection_waits_and_finds_the_removed_blobs(store: Store, monkeypatch):
+    """The upload writes its hold after the collector has read the holds, so it must not rely on blobs to be removed."""
     digest = store.add("about to go")
     begun, go_on = threading.Event(), threading.Event()
     original = FileStore.delete
@@ -163,14 +163,14 @@ def test_an_upload_during_a_collection_waits_and_then_sees_what_is_gone(store: S
         go_on.set()
         collecting.result()
         holding.result()
-    assert not store.is_whole(digest)  # as whoever uploads finds out now
+    assert not store.is_whole(digest)  # the uploader detects this now
     store.add("about to go")
     collect(store)
     assert store.is_whole(digest)
 
 
-def test_a_deployment_that_is_recorded_while_a_collector_reads_keeps_its_blobs(store: Store):
-    """Its hold is gone before the collector has read the holds, unless these are read first."""
+def test_a_deployment_recorded_during_a_collection_keeps_its_blobs(store: Store):
+    """The hold is released before the collector reads the holds, unless the collector reads them first."""
     digest = store.add("new")
     manifest = make_package("new")[0]
     key = write_hold(store, blobs_of(manifest))
@@ -189,7 +189,7 @@ def test_a_deployment_that_is_recorded_while_a_collector_reads_keeps_its_blobs(s
     assert store.is_whole(digest)
 
 
-def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next(store: Store, monkeypatch):
+def test_the_mark_of_a_dead_collector_blocks_nothing_and_is_removed(store: Store, monkeypatch):
     digest = store.add("named")
     store.deploy("n", 1, digest)
     store.put_if_absent("gc/collectors/dead.json", b"{}")
@@ -204,7 +204,7 @@ def test_a_mark_of_a_dead_collector_delays_nobody_and_goes_with_the_next(store: 
     assert store.is_whole(digest)
 
 
-def test_two_collectors_and_uploads_at_once_lose_nothing_that_is_named(store: Store):
+def test_concurrent_collectors_and_uploads_lose_no_referenced_blob(store: Store):
     stopping = threading.Event()
 
     def keep_collecting() -> int:

@@ -1,4 +1,4 @@
-"""Rollouts by a clock of the test: which instances start and stop, and when the active version changes."""
+"""Rollouts with a simulated clock: which instances start and stop, and when the active version changes."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ SPEC = Spec(min_instances=1, start_s=60)
 
 @dataclass
 class World:
-    """A deployment, its nodes and the load; instances start as `behaviour` says by digest."""
+    """A deployment, its nodes and the load; `behaviour` defines by digest how instances start."""
 
     app: App = field(default_factory=lambda: App("n"))
     rooms: dict[str, Resources] = field(default_factory=lambda: {"one": Resources(8)})
@@ -29,7 +29,7 @@ class World:
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     least_ready: int = 1_000_000
     secrets: dict[str, tuple[str, ...]] = field(default_factory=dict)  #: by node
-    stopping: str = ""  #: a node
+    stopping: str = ""  #: : name of a node
 
     def deploy(self, digest: str, spec: Spec = SPEC, seconds: int = 0, **more: Any) -> Generation:
         new = Generation("n", self.app.number + 1, digest, spec, **more)
@@ -102,7 +102,7 @@ class World:
             self.step()
 
     def fail(self, digest: str, *states: str, **changes: Any) -> None:
-        """The only instance of a version, in one of these states, ends while it serves."""
+        """Makes the only instance of a version in one of these states fail while it serves."""
         [slot] = self.app.of(digest, *states)
         node, report = self.running[slot.id]
         failed = replace(report, state="failed", phase="serve", **changes)
@@ -118,7 +118,7 @@ class World:
 
 @pytest.fixture
 def world() -> World:
-    """With version A active."""
+    """A world with version A active."""
     world = World()
     world.deploy(A, seconds=10)
     assert world.active == A
@@ -127,7 +127,7 @@ def world() -> World:
 
 
 @pytest.mark.parametrize("environment", [Environment(), Environment({"X": "1"})])
-def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: World, environment):
+def test_an_update_starts_the_new_version_before_it_drains_the_old_one(world: World, environment):
     """Also the same package with another environment."""
     world.loads = {A: Load(num_open=3)}
     package = A if environment.variables else B
@@ -149,7 +149,7 @@ def test_an_update_starts_first_and_stops_when_the_old_queue_is_empty(world: Wor
 def test_a_version_that_does_not_start_is_rolled_back_and_the_old_one_never_stops(
     world: World, how: str, says: str
 ):
-    world.behaviour = {B: "fetches"}  # without a time limit
+    world.behaviour = {B: "fetches"}  # has no time limit
     world.deploy(B, seconds=90)
     assert not world.outcomes[1:]
     world.behaviour = {B: how}
@@ -162,7 +162,7 @@ def test_a_version_that_does_not_start_is_rolled_back_and_the_old_one_never_stop
     assert not world.app.of(B)
 
 
-def test_failed_starts_are_tried_again_with_growing_pauses(world: World):
+def test_failed_starts_are_retried_with_exponential_backoff(world: World):
     world.behaviour = {B: "crashes"}
     world.deploy(B, replace(SPEC, retry_limit=4, start_s=1e6))
     claims, seen = [], set[int]()
@@ -181,7 +181,7 @@ def test_failed_starts_are_tried_again_with_growing_pauses(world: World):
 @pytest.mark.parametrize(
     ("new", "old", "is_kept"),
     [
-        (Load(num_finished=40, num_failed=9), Load(num_finished=100), True),  # too few to say
+        (Load(num_finished=40, num_failed=9), Load(num_finished=100), True),  # too few to decide
         (Load(num_finished=40, num_failed=10), Load(num_finished=100), False),
         (Load(num_finished=40, num_failed=10), Load(num_finished=80, num_failed=20), True),
         (Load(num_finished=96, num_failed=4), Load(num_finished=100), True),
@@ -203,12 +203,12 @@ def test_a_canary_that_crashes_is_rolled_back(world: World):
     assert world.outcomes[-1][1].message == "serve: OOM"
     assert world.active == A
     world.run(7)
-    assert world.num_ready(B) == 1  # what it was asked is answered, if that can be
+    assert world.num_ready(B) == 1  # it can still answer the requests in its queue
     world.run(20, {})
     assert not world.app.of(B)
 
 
-def test_a_canary_that_served_for_long_may_start_again(world: World):
+def test_an_instance_of_a_canary_that_served_for_long_is_restarted(world: World):
     world.behaviour = {B: "start"}
     world.deploy(B, replace(SPEC, canary=0.5), seconds=9)
     world.behaviour = {}
@@ -243,7 +243,7 @@ def test_rollback_in_the_middle_of_an_update(world: World):
     assert world.least_ready >= 1
 
 
-def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
+def test_instances_scale_with_the_queue_down_to_zero_and_back(world: World):
     world.deploy(A, replace(SPEC, min_instances=0, idle_s=10))
     world.loads = {A: Load(num_open=50, age_s=5)}
     counts = []
@@ -253,7 +253,7 @@ def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
     assert counts[-1] == 4
     assert counts == sorted(counts)
     assert 2 in counts
-    world.loads = {A: Load(num_open=4, age_s=0.1)}  # busy but keeping up
+    world.loads = {A: Load(num_open=4, age_s=0.1)}  # busy, but no request waits long
     world.run(60)
     assert world.app.desired == 4
     world.run(120, {})
@@ -263,7 +263,7 @@ def test_instances_follow_the_queue_up_and_down_to_none_and_back(world: World):
     assert world.num_ready(A) == 1
 
 
-def test_open_sessions_raise_and_lower_the_number_of_instances(world: World):
+def test_instances_scale_with_open_sessions(world: World):
     world.deploy(A, replace(SPEC, min_instances=0, max_instances=4))
     for load, expected in (
         (Load(min_instances=3), 3),
@@ -282,13 +282,13 @@ def test_open_sessions_raise_and_lower_the_number_of_instances(world: World):
         (Resources(1), Resources(1), "all resources are in use"),
     ],
 )
-def test_what_fits_nowhere_waits_and_says_so(world: World, needed, room, says):
+def test_a_version_that_fits_on_no_node_waits_and_reports_why(world: World, needed, room, says):
     world.rooms["one"] = room
     world.deploy(B, replace(SPEC, resources=needed), seconds=30)
     before = world.app
     world.run(600)
     assert says in world.app.message
-    assert world.app.slots == before.slots  # it does not flap
+    assert world.app.slots == before.slots  # no slot starts and stops again and again
     assert world.active == A
     world.rooms["two"] = Resources(4, 0, 1)
     world.run(20)
@@ -303,14 +303,14 @@ def test_idle_instances_of_the_old_version_make_room_for_the_new_one(world: Worl
     world.run(10, {A: Load(num_open=9, age_s=5)})
     assert world.num_ready(A) == 2
     world.deploy(B, replace(SPEC, max_instances=1), seconds=30)
-    assert world.num_ready(A) == 2  # it has work
+    assert world.num_ready(A) == 2  # it has requests
     world.run(30, {})
     assert world.active == B
     assert world.num_ready(B) == 1
 
 
-def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
-    """And as long as instances may start, they wait."""
+def test_requests_fail_within_10_s_if_no_instance_can_start(world: World):
+    """While instances can start, requests wait."""
     world.fail(A, "ready")
     world.loads = {A: Load(num_open=1)}
     large, small = {"one": Resources(8)}, {"small": Resources(0.5)}
@@ -328,13 +328,13 @@ def test_requests_fail_within_10_s_where_nothing_can_start(world: World):
         assert world.num_ready(A) == (behaviour == "works" and rooms is large) or seconds == 1
 
 
-def test_slots_of_a_node_that_may_be_cut_off_stay(world: World):
+def test_slots_of_an_unreachable_node_are_kept(world: World):
     for trusts, node in ((False, "one"), (True, "")):
         app, _ = rollout.advance(world.app, {}, {}, world.now + 60, trusts_absence=trusts)
         assert [slot.node for slot in app.slots] == [node]
 
 
-def test_an_instance_that_still_loads_is_taken_over_again_and_not_loaded_twice(world: World):
+def test_a_loading_instance_of_a_returning_node_keeps_its_slot(world: World):
     world.behaviour = {B: "loads"}
     world.deploy(B, seconds=3)
     [(number, (node, report))] = [(n, r) for n, r in world.running.items() if r[1].digest == B]
@@ -346,7 +346,7 @@ def test_an_instance_that_still_loads_is_taken_over_again_and_not_loaded_twice(w
     assert [slot.id for slot in world.app.of(B)] == [number]
 
 
-def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World):
+def test_an_active_version_that_keeps_crashing_is_rolled_back(world: World):
     world.deploy(B, seconds=10)
     assert world.active == B
     for _ in range(SPEC.retry_limit + 1):
@@ -361,13 +361,13 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
     assert not rollout.is_failing(world.app, world.now)
     world.run(20)
     assert world.active == A
-    assert world.num_ready(B) == 1  # for what is in its queue
+    assert world.num_ready(B) == 1  # serves the requests in its queue
     world.run(20, {})
     assert not world.app.of(B)
     for _ in range(SPEC.retry_limit + 1):
         world.fail(A, "ready")
         world.run(10)
-    assert not rollout.is_failing(world.app, world.now)  # there is no to and fro
+    assert not rollout.is_failing(world.app, world.now)  # it does not switch back and forth
 
 
 @pytest.mark.parametrize(
@@ -375,10 +375,10 @@ def test_a_version_that_keeps_ending_after_it_took_over_is_failing(world: World)
     [
         ([("a", "b"), ("a",), ("c", "a"), ("a",), ("a",)], False),
         ([("a",), ("b",), ("a",), ("b",)], True),
-        ([("a",), ("a",), ("a",), ()], False),  # one failure that no tenant explains
+        ([("a",), ("a",), ("a",), ()], False),  # no tenant explains the last crash
     ],
 )
-def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, crashes, is_failing):
+def test_crashes_on_requests_of_one_tenant_roll_nothing_back(world: World, crashes, is_failing):
     assert SPEC.retry_limit == 3
     world.deploy(B, seconds=10)
     for tenants in crashes:
@@ -390,7 +390,7 @@ def test_crashes_on_requests_of_one_tenant_take_no_version_back(world: World, cr
 
 @pytest.mark.parametrize("phase", ["starting", "ready"])
 def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
-    """Also while the only such node is away."""
+    """Also while the only node with these secrets is down."""
     world.secrets = {"one": ("other",), "two": ("other", "token")}
     spec = replace(SPEC, canary=0.1) if phase == "ready" else SPEC
     environment = Environment(secrets={"X": "token", "Y": "other"})
@@ -413,7 +413,7 @@ def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
     assert (candidate is not None) == (phase == "ready")
 
 
-def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: World):
+def test_a_secret_name_that_looks_like_a_value_is_not_in_messages(world: World):
     value = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"
     world.deploy(A, environment=Environment(secrets={"X": value}), seconds=10)
     shown = [world.app.message, *(event.text for event in world.app.events)]
@@ -421,13 +421,13 @@ def test_what_a_record_calls_a_secret_and_may_be_its_value_is_not_shown(world: W
     assert not any(value in text for text in shown)
 
 
-def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
+def test_weights_larger_than_a_nodes_memory_are_not_placed_there(world: World):
     node = NodeRecord("one", 8.0, 10**9, 1)
     for least, stated, fits in (
         (2 * 10**9, Resources(1), False),
         (9 * 10**8, Resources(1), True),
         (2 * 10**9, Resources(1, gpu=1), True),
-        (2 * 10**9, Resources(1, 10**8), True),  # who says so knows better
+        (2 * 10**9, Resources(1, 10**8), True),  # the user's value overrides the estimate
     ):
         spec = replace(SPEC, resources=stated)
         new = Generation("n", 1, A, spec, least_memory_bytes=least)
@@ -439,7 +439,7 @@ def test_weights_that_no_node_has_memory_for_are_placed_on_none(world: World):
 
 @pytest.mark.parametrize("load", [Load(num_open=3), Load(is_whole=False)])
 def test_an_old_version_finishes_its_queue_for_a_limited_time(world: World, load: Load):
-    """Also if its instance was lost. While a shard may have requests, the version is not forgotten."""
+    """Also if its instance was lost. The version is kept while a shard that is down can have requests for it."""
     world.loads = {A: load}
     world.deploy(B, seconds=10)
     if load.num_open:

@@ -1,4 +1,4 @@
-"""Allowed signers are in a file of SSH keys; gateway and node refuse packages without a signature of one of them."""
+"""Package signatures: gateway and node refuse packages without a signature of an allowed signer."""
 
 import shutil
 import subprocess
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="no ssh-k
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory) -> Path:
-    """Two keys, of whom one may sign."""
+    """A folder with two keys; only `known` is allowed to sign."""
     folder = tmp_path_factory.mktemp("keys")
     for name in ("known", "stranger"):
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", folder / name]
@@ -57,16 +57,16 @@ def test_bad_signatures_are_refused_by_a_node(store, keys, tmp_path, name, damag
         with pytest.raises(BadSignature, match=rf"{digest} is refused: .*{says}"):
             keep_signature(store, digest, text, keys / "allowed")
         assert not store.list(signatures_key(digest))
-        # of an earlier version
+        # stored by an earlier release, which did not verify signatures
         store.put_if_absent(f"{signatures_key(digest)}/0.sig", text.encode())
     with pytest.raises(InstallError, match=rf"{digest} is refused: .*{says}"):
         install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
     assert not (tmp_path / "cache").exists()
-    install(store, digest, Cache(tmp_path / "cache"))  # where nobody need sign
+    install(store, digest, Cache(tmp_path / "cache"))  # without required signatures
 
 
-def test_what_an_earlier_version_stored_unverified_blocks_no_package(store, keys, tmp_path):
-    """A signed package is installed and its signer is named."""
+def test_unverified_signatures_of_an_earlier_release_block_nothing(store, keys, tmp_path):
+    """The signed package is installed, and its signer is reported."""
     digest = add(store, FILES)
     for number in range(16):
         store.put_if_absent(f"{signatures_key(digest)}/{number:016d}.sig", b"junk")
@@ -77,7 +77,7 @@ def test_what_an_earlier_version_stored_unverified_blocks_no_package(store, keys
     install(store, digest, Cache(tmp_path / "cache"), signers=keys / "allowed")
 
 
-def test_no_key_no_signers_and_too_long_a_signature(store, keys, tmp_path):
+def test_missing_keys_missing_signers_and_long_signatures_are_refused(store, keys, tmp_path):
     digest = add(store, FILES)
     with pytest.raises(BadSignature, match="cannot sign"):
         sign(tmp_path / "none", digest)

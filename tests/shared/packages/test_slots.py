@@ -1,4 +1,4 @@
-"""Claims of slots by many nodes at once, by the real script on a real Redis."""
+"""Concurrent claims of slots by many nodes, with the real script on a real Redis."""
 
 import asyncio
 
@@ -28,7 +28,7 @@ async def test_every_slot_is_claimed_once(deployments):
     assert sorted(slot for found in claimed for slot in found) == slots
 
 
-async def test_a_claim_that_is_not_renewed_counts_no_more(deployments, monkeypatch):
+async def test_a_claim_that_is_not_renewed_expires(deployments, monkeypatch):
     assert [await deployments.claim("n", [7, 8], node) for node in ("one", "two")] == [7, 8]
     assert await deployments.claim("n", [7, 8], "three") is None
     assert await deployments.claim("other", [7, 8], "three") == 7

@@ -1,4 +1,4 @@
-"""Stores in a directory and in buckets: blobs are stored by hash, and a record by its first writer."""
+"""Stores in directories and buckets: blobs are stored by hash, and the first writer of a record wins."""
 
 import io
 import os
@@ -20,7 +20,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> PackageStore:
     return open_store(request.getfixturevalue("s3_url") + f"/{uuid4().hex}")
 
 
-def test_a_blob_comes_back_as_it_was_kept(store: PackageStore):
+def test_a_stored_blob_is_read_back(store: PackageStore):
     data = os.urandom(12 * 1024 * 1024)
     digest, told = digest_of(data), []
     assert store.size(digest) is None
@@ -28,14 +28,14 @@ def test_a_blob_comes_back_as_it_was_kept(store: PackageStore):
     assert store.size(digest) == len(data) == sum(told)
     assert b"".join(store.stream(blob_key(digest))) == data
     assert b"".join(store.stream(blob_key(digest), 7)) == data[7:]
-    store.put(digest, io.BytesIO(data))  # again changes nothing
+    store.put(digest, io.BytesIO(data))  # a second write changes nothing
     empty = digest_of(b"")
     store.put(empty, io.BytesIO(b""))
     assert store.size(empty) == 0
     assert not b"".join(store.stream(blob_key(empty)))
 
 
-def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
+def test_bytes_of_another_digest_are_refused(store: PackageStore):
     digest = digest_of(b"right")
     with pytest.raises(BadBlob, match="the content has the digest"):
         store.put(digest, io.BytesIO(b"wrong"))
@@ -46,8 +46,8 @@ def test_bytes_of_another_digest_are_not_kept(store: PackageStore):
         store.size("sha256:../../etc/passwd")
 
 
-def test_of_many_who_write_a_record_one_does(store: PackageStore):
-    # moto checks the condition of a write and writes in two steps: its writers take turns.
+def test_one_of_many_concurrent_writers_of_a_record_wins(store: PackageStore):
+    # moto does not check the condition of a write atomically, so its writers run one at a time.
     with ThreadPoolExecutor(1 if store.url.startswith("s3") else 8) as threads:
         won = list(threads.map(lambda n: store.put_if_absent("a/1.json", b"%d" % n), range(8)))
     assert won.count(True) == 1
@@ -67,7 +67,7 @@ def test_a_store_that_cannot_be_written_says_so(tmp_path: Path):
         open_store("http://somewhere")
 
 
-def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
+def test_a_blob_can_be_stored_concurrently(tmp_path: Path):
     store, data = open_store(f"file://{tmp_path}"), os.urandom(1_000_000)
     barrier = threading.Barrier(4)
 
@@ -81,7 +81,7 @@ def test_two_who_keep_one_blob_at_once_both_can(tmp_path: Path):
     assert not list((tmp_path / "uploads").iterdir())
 
 
-def test_who_writes_into_a_folder_that_another_empties_is_not_disturbed(tmp_path: Path):
+def test_writes_into_a_folder_that_is_emptied_concurrently_succeed(tmp_path: Path):
     store = FileStore(tmp_path)
 
     def come_and_go(name: str) -> None:
@@ -97,7 +97,7 @@ def test_who_writes_into_a_folder_that_another_empties_is_not_disturbed(tmp_path
     assert store.list("folder") == []
 
 
-def test_a_record_of_any_size_is_replaced_as_a_whole_and_dropped(store):
+def test_a_record_of_any_size_is_replaced_atomically_and_deleted(store):
     for size in (5, 9_000_000):
         store.write("folder/name", [b"x" * (size - 1), b"y"])
         assert b"".join(store.stream("folder/name")) == b"x" * (size - 1) + b"y"

@@ -1,6 +1,6 @@
-"""Gateways and workers of different versions meet: they refuse one another, and say which end to update.
+"""Protocol versions: gateways and workers of different versions refuse each other and report which one to update.
 
-The bytes of version 1 are frozen here as they were.
+The messages of version 1 are stored here as bytes and must not change.
 """
 
 import math
@@ -58,14 +58,12 @@ CALL_2 = encode(make_request())
         (CALL_2.replace(b'"version":2', b'"version":3'), "protocol 3, the worker 2", "worker"),
     ],
 )
-def test_a_worker_refuses_a_call_of_another_version_and_says_which_end_to_update(
-    call, versions, which
-):
+def test_a_worker_refuses_other_versions_and_reports_which_end_to_update(call, versions, which):
     with pytest.raises(UnsupportedVersion, match=f"{versions}: update the {which}"):
         decode_call(call)
 
 
-def test_a_card_and_a_record_of_another_version_say_their_name_and_version():
+def test_the_name_and_version_of_a_newer_card_or_record_are_readable():
     card = decode_card(CARD_1)
     assert (card.name, card.version) == ("tiny", 1)
     record = decode_record(RECORD_1)
@@ -74,7 +72,7 @@ def test_a_card_and_a_record_of_another_version_say_their_name_and_version():
     assert decode_card(later).version == 3
 
 
-def test_a_call_comes_back_as_it_was_and_with_what_is_not_known_it_is_refused():
+def test_a_call_is_decoded_unchanged_and_refused_with_unknown_fields():
     call = make_request(images=(make_image("ab"),), tenant="t", is_resumable=True)
     data = encode(call)
     assert data.startswith(b'{"version":2,')
@@ -84,8 +82,8 @@ def test_a_call_comes_back_as_it_was_and_with_what_is_not_known_it_is_refused():
             decode_call(data.replace(*change))
 
 
-def test_tokens_with_ids_say_nothing_of_tokens_without():
-    """Gateways that do not know the count read what they always did."""
+def test_tokens_with_ids_omit_the_number_without():
+    """Gateways of the first release do not know `num_without_id`, so it is omitted if zero."""
     data = b'{"type":"tokens","request_id":"r","attempt":1,"index":0,"token_ids":[5],"text":"x"}'
     assert encode(Tokens("r", 1, 0, (5,), "x")) == data
     tokens = Tokens("r", 1, 0, (), "x", num_without_id=2)
@@ -108,7 +106,7 @@ def test_tokens_with_ids_say_nothing_of_tokens_without():
         ),
     ],
 )
-def test_words_of_a_newer_worker_are_understood_or_left_out(newer, read):
+def test_unknown_events_and_values_of_a_newer_worker_are_ignored(newer, read):
     known = Failed("2", 1, ErrorCode.CANCELLED, "")
     events = decode_events(b"[" + newer + b"," + encode(known) + b"]")
     assert events == ((known,) if read is None else (read, known))
@@ -130,7 +128,7 @@ NUMBERS_2 = (
 )
 
 
-def test_calls_for_numbers_and_numbers_keep_their_bytes():
+def test_embedding_calls_and_vectors_keep_their_encoding():
     inputs = (TextPart("hi"), TokensPart((5, 6)), ImagePart(0))
     embed = Embed(inputs, (make_image("ab"),), "query", 64, False, "end", 256)
     rerank = Rerank(("q",), ("a", "b"), 9, is_raw=True)
@@ -154,8 +152,8 @@ def test_calls_for_numbers_and_numbers_keep_their_bytes():
         ("\ufffdff".encode(), '"\ufffdefbfbd6666"'),
     ],
 )
-def test_every_token_comes_back_from_a_short_array(token_bytes, spelled):
-    """Redis holds 21 of them for each output token."""
+def test_token_logprobs_are_encoded_as_short_arrays(token_bytes, spelled):
+    """Redis stores 21 of them per output token."""
     sent = OutputLogprob(TokenLogprob.of(token_bytes, -0.12345678901))
     data = encode(sent)
     assert data == f"[[{spelled},-0.1234568],[]]".encode()
@@ -164,7 +162,7 @@ def test_every_token_comes_back_from_a_short_array(token_bytes, spelled):
     assert TokenLogprob.of(token_bytes, -math.inf).logprob == -9999.0
 
 
-def test_a_part_of_a_request_has_its_own_images_alone():
+def test_a_part_of_a_request_has_only_its_own_images():
     images = [make_image(name) for name in ("a", "b", "c")]
     task = Embed((ImagePart(2), TextPart("hi"), ImagePart(1), ImagePart(2)), first=5)
     part = task.with_images(images)

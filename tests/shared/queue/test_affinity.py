@@ -1,6 +1,6 @@
 """Prefix affinity: requests are reserved for the worker that last served their affinity key.
 
-When requests are reserved and what becomes of them is in test_queue_model.py.
+test_queue_model.py tests when requests are reserved and when a reservation ends.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ AFFINITY = Affinity("an-image", num_workers=4, num_seats=8)
 
 @pytest.fixture
 async def workers(ends) -> tuple[RedisWorkerQueue, RedisWorkerQueue]:
-    """Two workers that have read once, so that requests may be reserved for them."""
+    """Two workers that polled once, so that requests can be reserved for them."""
     both = ends.worker("a"), ends.worker("b")
     await both[0].create_group()
     for worker in both:
@@ -32,7 +32,7 @@ async def submit(ends: Ends, *names: str, affinity: Affinity | None = AFFINITY, 
 
 
 async def serve(ends: Ends, worker: RedisWorkerQueue, name: str = "first") -> None:
-    """Make a worker the preferred one."""
+    """Makes a worker the preferred one."""
     assert await submit(ends, name) == "new"
     [claim] = await worker.read(1, 1.0)
     assert await worker.publish([publication(claim, 1, 0, make_finished(claim))]) == {}
@@ -51,10 +51,10 @@ async def test_the_worker_that_last_served_the_affinity_is_preferred(ends, worke
     assert names(await b.read(1, 1.0)) == ["second"]
 
 
-async def test_a_worker_that_waits_is_woken(ends, workers):
+async def test_a_waiting_worker_is_woken_for_its_reservation(ends, workers):
     await serve(ends, workers[0])
     waiting = asyncio.create_task(workers[0].read(4, 30.0))
-    await asyncio.sleep(0)  # its read is on the way, or will find the request there
+    await asyncio.sleep(0)  # its read is blocking, or will find the request
 
     assert await submit(ends, "second", "third") == "home"
 

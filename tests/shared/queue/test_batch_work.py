@@ -1,4 +1,4 @@
-"""Batch work in Redis. Its order is shown in tests/contract/test_call_queue.py and tests/worker/test_batch_work.py."""
+"""Batch requests in Redis. tests/contract/test_call_queue.py and tests/worker/test_worker.py test their order."""
 
 import asyncio
 
@@ -13,12 +13,12 @@ async def enqueue_batch(ends: Ends, **options) -> Call:
     return await ends.enqueue(make_request(priority=Priority.BATCH), **options)
 
 
-async def test_a_take_whose_reply_was_lost_is_found_again(ends):
+async def test_batch_entries_taken_without_a_claim_are_delivered_again(ends):
     worker = ends.worker("a", unknown_after_s=0.0)
     await worker.create_group()
     request = await enqueue_batch(ends)
     await worker.read(1, 0.01)
-    entries = await worker.entries.take(8)  # and nobody claims them
+    entries = await worker.entries.take(8)  # taken, but not claimed
     assert len(entries) == 1
 
     await asyncio.sleep(0.002)
@@ -26,7 +26,7 @@ async def test_a_take_whose_reply_was_lost_is_found_again(ends):
     assert call_of(claim) == request
 
 
-async def test_batch_work_that_redis_has_forgotten_is_neither_counted_nor_given(ends):
+async def test_expired_batch_requests_are_neither_counted_nor_delivered(ends):
     worker = ends.worker("a")
     await worker.create_group()
     lost = [await enqueue_batch(ends) for _ in range(3)]
@@ -43,8 +43,8 @@ async def test_batch_work_that_redis_has_forgotten_is_neither_counted_nor_given(
     assert await ends.num_open() == 1
 
 
-async def test_a_request_that_two_replies_name_is_claimed_once(ends, monkeypatch):
-    """A read and a take that run at the same time both see the request, and their replies arrive together."""
+async def test_a_request_in_two_replies_is_claimed_once(ends, monkeypatch):
+    """A read and a take run at the same time, both return the request, and their replies arrive together."""
     worker = ends.worker("a")
     await worker.create_group()
     await worker.read(1, 0.01)

@@ -1,4 +1,4 @@
-"""Bounds that hold for all gateways together, against a real server: who is refused, why, and until when."""
+"""Limits across all gateways, on a real server: which requests are refused, the reason, and the wait."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -25,7 +25,7 @@ from tests.rounds import in_one_round
 
 @pytest.fixture
 async def gateways(redis: Redis, redis_prefix: str) -> AsyncIterator[list[RedisGatewayQueue]]:
-    """Three gateways, which know nothing of each other."""
+    """Three gateways that share only Redis."""
     queues = [RedisGatewayQueue(redis, redis_prefix) for _ in range(3)]
     yield queues
     for queue in queues:
@@ -40,7 +40,7 @@ async def refusal(queue: RedisGatewayQueue, **options) -> QueueRefused:
 
 
 async def admit_all(gateways: list[RedisGatewayQueue], count: int, **options) -> list[str]:
-    """The reasons of those refused, of so many that come at once at each gateway."""
+    """Submits `count` requests at each gateway concurrently; returns the reasons of the refusals."""
     answers = await asyncio.gather(
         *(enqueue(q, make_request(), **options) for q in gateways for _ in range(count)),
         return_exceptions=True,
@@ -58,11 +58,11 @@ async def admit_all(gateways: list[RedisGatewayQueue], count: int, **options) ->
         ({"max_tenant_tokens_per_minute": 40, "num_tokens": 10}, "key_tokens"),
     ],
 )
-async def test_three_gateways_admit_as_much_as_one(gateways, options, reason):
+async def test_three_gateways_together_admit_as_much_as_one(gateways, options, reason):
     assert await admit_all(gateways, 3, **options) == [reason] * 5
 
 
-async def test_a_deserted_call_releases_its_reservation(ends, monkeypatch):
+async def test_an_abandoned_call_releases_its_reservation(ends, monkeypatch):
     monkeypatch.setattr(shared.queue.worker, "GONE_AFTER_S", 0.0)
     await ends.enqueue(make_request(reply_to="gone"), num_tokens=7)
     worker = ends.worker("a")
@@ -77,8 +77,8 @@ async def test_a_deserted_call_releases_its_reservation(ends, monkeypatch):
     assert await ends.reserved() == {f"7  {again.id}"}
 
 
-async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(ends):
-    """Its gateway was killed and no worker came: the request expires, and its reservation with it."""
+async def test_the_reservation_of_an_abandoned_request_expires_with_it(ends):
+    """Its gateway was killed and no worker claimed it: the request expires together with its reservation."""
     request = await ends.enqueue(num_tokens=7)
     assert (await refusal(ends.queue, max_tokens=7)).reason == "open_tokens"
 
@@ -96,14 +96,14 @@ async def test_what_nobody_ended_is_counted_no_longer_than_redis_remembers_it(en
 
 
 @in_one_round
-async def test_a_minute_is_earned_back_with_time(ends):
-    options = {"tenant": "a", "max_tenant_requests_per_minute": 1200}  # one in 50 ms
+async def test_the_limit_per_minute_refills_continuously(ends):
+    options = {"tenant": "a", "max_tenant_requests_per_minute": 1200}  # one per 50 ms
     rates = ends.keys.rates(MODEL, "a")
     seconds, microseconds = await ends.redis.time()
     now_ms = seconds * 1000 + microseconds / 1000
     await ends.redis.hset(rates, "requests", now_ms + 60_200)
 
-    for _ in range(2):  # a refusal costs nothing
+    for _ in range(2):  # a refusal is not charged
         refused = await refusal(ends.queue, **options)
         assert 0 < refused.wait_s <= 0.26
     await enqueue(ends.queue, make_request(tenant="b"), max_tenant_requests_per_minute=1)
@@ -113,8 +113,8 @@ async def test_a_minute_is_earned_back_with_time(ends):
 
 
 @pytest.mark.parametrize(("num_tokens", "wait_s"), [(0, None), (90, 31), (150, 91)])
-async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wait_s):
-    """90 tokens were taken of 60 a minute."""
+async def test_unused_tokens_are_refunded_once_at_the_end(ends, num_tokens, wait_s):
+    """The request reserved 90 tokens with a limit of 60 per minute."""
     options = {"max_tenant_tokens_per_minute": 60}
     request = await ends.enqueue(num_tokens=90, **options)
     worker = ends.worker("a")
@@ -134,8 +134,8 @@ async def test_an_answer_is_refunded_once_when_it_has_ended(ends, num_tokens, wa
     assert 0 < await ends.redis.pttl(ends.keys.rates(MODEL, "")) <= 1000 * (wait_s + 60)
 
 
-async def test_a_budget_that_redis_lost_is_created_by_its_spent_amount_alone(ends):
-    """One that the end of a call or an expired reservation creates would never expire, and lack earlier spending."""
+async def test_a_lost_budget_is_recreated_only_with_its_spent_amount(ends):
+    """A budget created by the end of a call or an expired reservation would have no TTL and lack earlier spending."""
     budget = Budget("2026-11", most=9, reserved=1, ttl_s=60.0)
     key, redis = ends.keys.budget("", budget.period), ends.redis
     calls = [
@@ -157,8 +157,8 @@ async def test_a_budget_that_redis_lost_is_created_by_its_spent_amount_alone(end
     assert await redis.hgetall(key) == {b"spent": b"5", b"reserved": b"1"}
 
 
-async def test_logprobs_count_for_what_they_take(gateways):
-    """A token with twenty rivals takes as much of Redis as five without."""
+async def test_logprobs_count_by_their_memory(gateways):
+    """A token with twenty logprobs needs as much memory in Redis as five tokens without."""
     sampling = SamplingParams(max_tokens=100, num_logprobs=19)
     room = {"num_tokens": 100, "max_tokens": 1000}
     await enqueue(gateways[0], make_request(sampling=sampling), **room)

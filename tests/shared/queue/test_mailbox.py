@@ -1,4 +1,4 @@
-"""A gateway's mailbox: what workers post arrives, across outages, and what could be missing is told."""
+"""A gateway's mailbox: events arrive across outages, and gaps are reported."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ async def open_mailbox(redis_blocking, redis_prefix):
 
 @pytest.fixture
 def post(redis, redis_prefix):
-    """Post one event, named by its request, as a worker does."""
+    """Posts an event that contains the request's name, as a worker does."""
 
     async def post(name: str, model: str = "m") -> None:
         event = Failed(name, 1, ErrorCode.CANCELLED, "")
@@ -45,11 +45,11 @@ async def names(events, count: int) -> list[str]:
         return [decode_events((await anext(events))[1])[0].request_id for _ in range(count)]
 
 
-async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
+async def test_a_model_opened_later_is_read_immediately(open_mailbox, post):
     mailbox = open_mailbox()
     await mailbox.open(["m"])
     waiting = asyncio.create_task(names(mailbox.events(), 1))
-    await asyncio.sleep(0.02)  # lets the reader block; nothing depends on it
+    await asyncio.sleep(0.02)  # the reader usually blocks by now; the test passes either way
 
     await mailbox.open(["m", "n"])
     await post("late", model="n")
@@ -57,7 +57,7 @@ async def test_a_model_opened_later_is_read_at_once(open_mailbox, post):
     assert await asyncio.wait_for(waiting, 1.8) == ["late"]
 
 
-async def test_after_an_outage_all_models_are_looked_up_and_lost_mailboxes_made_again(
+async def test_an_outage_is_a_gap_of_all_models_and_lost_mailboxes_are_recreated(
     redis, redis_server, redis_prefix, post
 ):
     gaps: list[str] = []
@@ -80,7 +80,7 @@ async def test_after_an_outage_all_models_are_looked_up_and_lost_mailboxes_made_
         await blocking.aclose()
 
 
-async def test_entries_trimmed_before_they_were_read_are_told(
+async def test_entries_trimmed_before_they_were_read_are_a_gap(
     open_mailbox, post, redis, redis_prefix, monkeypatch
 ):
     monkeypatch.setattr(shared.queue.gateway, "MAX_ENTRIES_PER_READ", 4)

@@ -1,8 +1,8 @@
-"""The queue against a model of it: any order of calls, crashes, lost replies and restarts, on real servers.
+"""The queue against a model: any order of calls, crashes, lost replies and restarts, on real servers.
 
-The model knows for each request its state, attempt, failures and tokens; after every step Redis must agree, each
-log must hold every token once and in order, and every live request must still be found by some worker. In the long
-form (`make faults`) the sequences are more and longer.
+The model stores the state, attempt, failures and tokens of each request. After every step Redis must agree with it,
+each log must contain every token once and in order, and some worker must still find every live request. The long form
+(`make faults`) runs more and longer sequences.
 """
 
 import asyncio
@@ -71,38 +71,38 @@ from tests.long import IS_LONG
 MAX_ATTEMPTS = 3
 MAX_LOSSES = LOSSES_PER_ATTEMPT * MAX_ATTEMPTS
 WORKERS = ("a", "b")
-#: Of the tenant t: an output token costs 3, and an open call reserves 5.
+#: Tenant t: an output token costs 3, and an open call reserves 5.
 BUDGET = Budget("2026-11", most=10**12, reserved=5, ttl_s=600)
 CHARGES = {"": None, "t": Charge(prices=(1.0, 1.0, 3.0, 1.0), budget=BUDGET)}
-#: One worker, with room for all requests.
+#: One worker with capacity for all requests.
 AFFINITY = Affinity("an-image", num_workers=1, num_seats=1000)
 
 
 class PatientRedis(RedisSettings):
-    """Long timeouts: a busy disk may stall Redis for seconds, and a call that times out may have run or not."""
+    """Long timeouts: a busy disk can block Redis for seconds, and a call that timed out has an unknown result."""
 
     command_timeout_s: ClassVar[float] = 60.0
 
 
 @dataclass(slots=True)
 class Modelled:
-    """A request as it should stand in Redis."""
+    """The expected state of a request in Redis."""
 
     is_batch: bool = False
-    num_possible: int = 1  #: tokens that it may use
+    num_possible: int = 1  #: : tokens reserved for it
     tenant: str = ""
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
-    losses: int = 0  #: lost workers, also those that do not count as crashes
+    losses: int = 0  #: : lost workers, including those that do not count as crashes
     num_claimed_tokens: int = 0  #: output tokens at its last claim
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
     sets_preferred: bool = False  #: whether the worker that claims it becomes the preferred one
     is_counted: bool = True
-    is_first: bool = True  #: of its request's choices
-    #: worker that claimed it by a read whose reply was lost
+    is_first: bool = True  #: : whether it is the first of its request's choices
+    #: worker whose read claimed it, if the reply was lost
     lost_by: RedisWorkerQueue | None = None
 
     @property
@@ -129,7 +129,7 @@ class Modelled:
 
 @dataclass(slots=True, eq=False)
 class Hand:
-    """A claim that a worker believes to have; the worker may be a zombie."""
+    """A claim as a worker remembers it; the worker can be a zombie."""
 
     worker: RedisWorkerQueue
     claim: Claim
@@ -143,7 +143,7 @@ class Hand:
 
 @contextmanager
 def losing_first_reply(link: type, method: str) -> Iterator[list[Any]]:
-    """The next call of the method runs, but raises; the list receives its reply."""
+    """Makes the next call of the method run and raise; appends its reply to the list."""
     call, lost = getattr(link, method), []
 
     async def lose_first(*arguments: Any) -> Any:
@@ -158,9 +158,9 @@ def losing_first_reply(link: type, method: str) -> Iterator[list[Any]]:
 
 
 def of_one(things: Callable[[Any], Sequence[Any]], **drawn: Any) -> Callable[[Any], Any]:
-    """A rule of one of these things, once there is one.
+    """A rule that is applied to one of these things, if there are any.
 
-    What is drawn does not depend on how many there are: a pause of the machine may change that.
+    The drawn values do not depend on their number, because a pause of the computer can change it.
     """
 
     def decorate(step: Callable[..., None]) -> Any:
@@ -179,7 +179,7 @@ of_a_request = partial(of_one, lambda machine: sorted(machine.requests))
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """One queue, two workers' names, any number of requests."""
+    """One queue, two worker names, any number of requests."""
 
     def __init__(self, server: EmbeddedRedis) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
         self.preferred: str | None = None  #: the preferred worker of `AFFINITY`
-        self.has_flushed = False  #: once is enough: nothing before it can have an effect
+        self.has_flushed = False  #: : one flush is enough: nothing before it can have an effect
         self.has_restarted = False
         self.run(self._open())
 
@@ -239,7 +239,7 @@ class QueueMachine(RuleBasedStateMachine):
         shares=st.booleans(),
     )
     def enqueue(self, repeats, priority, count, num_tokens, tenant, shares) -> None:
-        """Perhaps the reply of the first try is lost."""
+        """If `repeats` is above 1, the reply of the first try is lost."""
         shares = shares and priority is not Priority.BATCH
         choices = [make_request(priority=priority, tenant=tenant) for _ in range(count)]
         sealed = [seal(choice) for choice in choices]
@@ -267,7 +267,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @of_a_request(repeats=st.integers(1, 2))
     def share(self, name, repeats: int) -> None:
-        """The grace time is over: a request that the preferred worker has not claimed is for all workers."""
+        """The grace time has passed: a request that its preferred worker has not claimed is available to all."""
         request, key = self.requests[name], self.keys.request(MODEL, name)
         entry, aside = self.eye.hmget(key, "entry", "aside")
         waits = request.state == "queued" and request.attempt == 0 and entry == aside is not None
@@ -281,7 +281,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(r.is_live for r in self.requests.values()))
     @rule(priority=st.sampled_from(Priority), num_tokens=st.integers(1, 9))
     def enqueue_too_much(self, priority: Priority, num_tokens: int) -> None:
-        """A refused request leaves nothing in Redis."""
+        """A refused request leaves no key in Redis."""
         request = make_request(priority=priority)
         most = sum(r.num_possible for r in self.requests.values() if r.is_live)
         with pytest.raises(QueueRefused, match="open_tokens"):
@@ -313,12 +313,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS))
     def lose_the_wakeups(self, name: str) -> None:
-        """The stream of wakeups has expired, because the worker was stopped for long."""
+        """The stream of wakeups has expired because the worker was paused for long."""
         self.eye.delete(self.keys.wakeups(MODEL, name))
 
     @rule(name=st.sampled_from(WORKERS))
     def leave(self, name: str) -> None:
-        """The worker drains: requests that it has not claimed are released, and no more are reserved for it."""
+        """The worker drains: its unclaimed requests are released, and no more are reserved for it."""
         worker = self.workers[name]
         keep = [hand.claim for hand in self.hands if hand.worker is worker]
         kept = {claim.entry_id for claim in keep}
@@ -335,7 +335,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def take(self, name: str, count: int) -> None:
-        """Batch requests are taken only if no interactive request waits."""
+        """Batch requests are taken only if no interactive request is waiting."""
         unread, backlog = self._unread(), self._backlog()
         claims = self.run(self.workers[name].take(count))
         taken = {claim.id for claim in claims}
@@ -349,7 +349,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3), repeats=st.integers(1, 2))
     def reclaim(self, name: str, count: int, repeats: int) -> None:
-        """Perhaps the reply of a claim is lost; repeated with the same nonce, it is not a second attempt."""
+        """If the reply of a claim is lost, repeating it with the same nonce is not a second attempt."""
         with losing_first_reply(RedisSender, "run") if repeats > 1 else nullcontext():
             claims = self.run(self.workers[name].reclaim(count))
         self._take(name, claims)
@@ -366,14 +366,14 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(WORKERS), count=st.integers(1, 3))
     def lose_the_reply_of_a_read(self, name: str, count: int) -> None:
-        """Redis has claimed requests for the worker, which does not get the reply."""
+        """Redis claims requests for the worker, but the worker does not receive the reply."""
         if not self._has_group():
             return
         worker = self.workers[name]
         self.eye.script_load(CLAIM.source)
         with losing_first_reply(RedisLink, "exchange") as lost, pytest.raises(QueueUnavailable):
             self.run(worker.read(count, 0.001))
-        [(*_, answers)] = lost  # before it, wakeups may be acknowledged
+        [(*_, answers)] = lost  # wakeups can be acknowledged before
         entries, replies = split_replies(answers)
         for entry_id, (_, request_id) in entries:
             request = self.requests.get(request_id.decode())
@@ -409,7 +409,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.hands.remove(hand)
 
     def _say(self, hand: Hand, events, repeats: int) -> str:
-        """Publish, twice as after a lost reply if `repeats` is 2. Returns the verdict of the model."""
+        """Publishes events, twice if `repeats` is 2, as after a lost reply. Returns the verdict of the model."""
         verdict = self._verdict(hand)
         endings = {Finished: "finished", Failed: "failed"}
         if verdict == "ended" and endings.get(type(events[-1])) == self.requests[hand.id].state:
@@ -425,7 +425,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @of_a_hand()
     def renew(self, hand) -> None:
-        """Entries of this worker have fresh leases; entries of other workers are unchanged."""
+        """Entries of this worker get fresh leases; entries of other workers are unchanged."""
         hands = {h.id: h for h in self.hands if h.worker is hand.worker} | {hand.id: hand}
         verdicts = {name: self._verdict(each) for name, each in hands.items()}
         before = {name: self._lease(each.claim.entry_id) for name, each in hands.items()}
@@ -442,12 +442,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @of_a_hand()
     def pause_beyond_the_lease(self, hand) -> None:
-        """The worker is stopped or cut off: its requests may be taken over, and it may continue as a zombie."""
+        """The worker is paused or disconnected: its requests can be taken over, and it can continue as a zombie."""
         self._expire_lease(hand.claim.entry_id)
 
     @rule(name=st.sampled_from(WORKERS))
     def crash(self, name: str) -> None:
-        """The process is replaced by a new one of the same name, without its state."""
+        """Replaces the process by a new one with the same name, without its state."""
         gone, self.workers[name] = self.workers[name], self._worker(name)
         self.hands = [hand for hand in self.hands if hand.worker is not gone]
 
@@ -478,7 +478,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.has_restarted)
     @rule()
     def restart(self) -> None:
-        """Redis is killed; acknowledged writes are in its file."""
+        """Kills Redis after its acknowledged writes are in its file."""
         self.has_restarted = True
         assert self.server.pid is not None
         wait_until_written(self.eye)
@@ -493,7 +493,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def reservations_are_those_of_live_requests(self) -> None:
-        """Each is counted once; those of calls that have ended are counted until the next submit, too."""
+        """Each live request is counted once. Calls that have ended are counted until the next submit."""
         live = [(n, r) for n, r in self.requests.items() if r.is_live]
         reservations = self.eye.zrange(self.keys.reservations(MODEL), 0, -1)
         open_ones = self.eye.zrangebyscore(self.keys.reservations(MODEL), 1, "+inf")
@@ -511,7 +511,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def usage_is_that_of_ended_requests(self) -> None:
-        """Each is counted once, and what it had reserved of a budget is free again."""
+        """Each ended request is counted once, and its reserved budget is released."""
         counted: Counter[str] = Counter()
         for key in self.eye.scan_iter(f"{self.keys.spent}*"):
             sums = self.eye.hgetall(key)
@@ -527,7 +527,7 @@ class QueueMachine(RuleBasedStateMachine):
             for tenant in ("", "t"):
                 name = f"{kind} {tenant} {MODEL}"
                 if name.startswith("cost t"):
-                    expected[name] += counted[f"input t {MODEL}"]  # of those that have finished
+                    expected[name] += counted[f"input t {MODEL}"]  # input of finished requests only
                 assert counted[name] == expected[name], name
         reserved = self.eye.hget(self.keys.budget("t", BUDGET.period), "reserved")
         live = [r for r in self.requests.values() if r.is_live and r.tenant == "t"]
@@ -535,12 +535,12 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def redis_agrees(self) -> None:
-        """State by state, and token by token: each is in the log, and arrived, once and in order."""
+        """States agree, and each token is in the log, and was posted, once and in order."""
         posted: dict[str, list] = {}
         for _, fields in self.eye.xrange(self.keys.mailbox(MODEL, GATEWAY)):
             for event in decode_events(fields.get(b"events", b"[]")):
                 posted.setdefault(event.request_id, []).append(event)
-        # The two streams number their entries alike, so that an id alone does not tell which is meant.
+        # Entry IDs of the two streams can be equal, so an ID alone does not identify the stream.
         streams = (self.keys.queue(MODEL), self.keys.backlog(MODEL))
         entries = [fields for stream in streams for _, fields in self.eye.xrange(stream)]
         waits = {fields[b"id"].decode() for fields in entries if b"id" in fields}
@@ -570,7 +570,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert not ends or events[-1] is ends[0]
 
     def teardown(self) -> None:
-        """Whatever happened, a healthy worker ends every live request."""
+        """After any sequence, a healthy worker ends every live request."""
         try:
             self._end_all()
         finally:
@@ -604,10 +604,10 @@ class QueueMachine(RuleBasedStateMachine):
         await self.redis.aclose()
         await self.blocking.aclose()
 
-    # Parts
+    # Helpers
 
     def _unread(self) -> set[str]:
-        """Requests in the queue that nobody has read and that may still run."""
+        """Returns the requests in the queue that no worker has read and that can still run."""
         if not self._has_group():
             return set()
         [group] = self.eye.xinfo_groups(self.keys.queue(MODEL))
@@ -616,7 +616,7 @@ class QueueMachine(RuleBasedStateMachine):
         return {name for name in names if not self.requests[name].is_late}
 
     def _affinity_outcome(self) -> str:
-        """Of a request with `AFFINITY`, if it is submitted now."""
+        """Returns the expected outcome of submitting a request with `AFFINITY` now."""
         if self.preferred is None:
             return "new"
         if self.eye.xlen(self.keys.queue(MODEL)) > len(self._pending()) or not self._has_group():
@@ -628,7 +628,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.preferred = name
 
     def _pending(self, name: str | None = None) -> set[bytes]:
-        """Entries that some worker holds, or this one, as Redis counts."""
+        """Returns the entries that Redis lists as pending, of one worker or of all."""
         if not self._has_group():
             return set()
         pending = self.eye.xpending_range(self.keys.queue(MODEL), GROUP, "-", "+", 100, name)
@@ -643,26 +643,26 @@ class QueueMachine(RuleBasedStateMachine):
         return "gone" if request is None else request.verdict(hand.claim.attempt)
 
     def _expire_lease(self, entry_id: bytes) -> None:
-        """Whoever holds it has given no sign for an hour."""
+        """Makes the entry's lease expire: its holder has been silent for an hour."""
         self.clock.pass_time(3600.0)
         if entry := self._lease(entry_id):
             queue, owner = self.keys.queue(MODEL), entry["consumer"]
             self.eye.xclaim(queue, GROUP, owner, 0, [entry_id], idle=3_600_000, justid=True)
 
     def _lease(self, entry_id: bytes) -> dict[str, Any] | None:
-        """Who holds an entry, and since when without a sign."""
+        """Returns the pending record of an entry: its consumer and idle time."""
         if not self._has_group():
             return None
         queue = self.keys.queue(MODEL)
         return next(iter(self.eye.xpending_range(queue, GROUP, entry_id, entry_id, 1)), None)
 
     def _has_group(self) -> bool:
-        """Whether some worker has made the group since the queue was lost."""
+        """Returns whether the consumer group exists; it is lost with the queue."""
         queue = self.keys.queue(MODEL)
         return bool(self.eye.exists(queue) and self.eye.xinfo_groups(queue))
 
     def _take(self, name: str, claims: list[Claim]) -> None:
-        """Note what a worker got, and what was given up instead."""
+        """Records the claims of a worker, and the requests that were failed instead."""
         for claim in claims:
             request = self.requests[claim.id]
             assert request.is_live
@@ -688,7 +688,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 @pytest.fixture(scope="module")
 def own_server(redis_program) -> Iterator[EmbeddedRedis]:
-    """A server that the machine may kill."""
+    """A server that the test can kill."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory("-vlm-model") as folder:
         patch.setattr(shared.redis.embedded, "find_redis_server", lambda: redis_program)
         with EmbeddedRedis(Path(folder)) as server:

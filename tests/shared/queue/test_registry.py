@@ -1,4 +1,4 @@
-"""Workers and gateways that announce themselves are found; those that stop doing so are gone."""
+"""The registry of workers and gateways: those that stop announcing themselves are removed."""
 
 from types import SimpleNamespace
 
@@ -23,12 +23,12 @@ def make_record(worker_id: str = "w1", model: str = "m") -> WorkerRecord:
     return WorkerRecord(worker_id, ModelCard(model, 1, 128, 100), "mock")
 
 
-async def test_workers_are_seen_until_they_fall_silent(registry, redis, redis_prefix):
+async def test_workers_are_listed_until_their_record_expires(registry, redis, redis_prefix):
     await registry.announce(make_record("w1"), ttl_s=60)
     await registry.announce(make_record("w2", "n"), ttl_s=60)
     assert {record.worker_id for record in await registry.workers()} == {"w1", "w2"}
 
-    await redis.delete(RedisKeys(redis_prefix).worker("w2"))  # expired
+    await redis.delete(RedisKeys(redis_prefix).worker("w2"))  # as if expired
     assert [record.worker_id for record in await registry.workers()] == ["w1"]
     await registry.withdraw("w1")
 
@@ -37,7 +37,7 @@ async def test_workers_are_seen_until_they_fall_silent(registry, redis, redis_pr
 
 
 @pytest.mark.parametrize("junk", [b'{"worker_id":7}', b"\xff"])
-async def test_a_record_that_cannot_be_read_hides_no_other(
+async def test_an_unreadable_record_hides_no_other_record(
     registry, redis, redis_prefix, caplog, junk
 ):
     keys = RedisKeys(redis_prefix)
@@ -52,18 +52,18 @@ async def test_a_record_that_cannot_be_read_hides_no_other(
         assert [card.name for card in await registry.models()] == ["m"]
 
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2  # once each, however often it is looked at
+    assert len(told) == 2  # one message per record, not per lookup
     assert all("odd" in message for message in told)
 
 
-async def test_a_gateway_is_gone_when_its_mailbox_stays_away(redis, redis_prefix, monkeypatch):
+async def test_a_gateway_without_a_mailbox_is_removed(redis, redis_prefix, monkeypatch):
     sender, keys = RedisSender(redis), RedisKeys(redis_prefix)
     publisher = Publisher(sender, keys, "m", "w1")
     for missing, at, gone in (
         ("a", 0.0, set()),
         ("a", GONE_AFTER_S - 0.1, set()),
         ("ab", GONE_AFTER_S, {"a"}),
-        ("a", GONE_AFTER_S + 1, {"a"}),  # "b" has made its mailbox again
+        ("a", GONE_AFTER_S + 1, {"a"}),  # "b" has created its mailbox again
         ("b", 2 * GONE_AFTER_S, set()),
     ):
         for name in "ab":
@@ -75,7 +75,9 @@ async def test_a_gateway_is_gone_when_its_mailbox_stays_away(redis, redis_prefix
     await sender.close()
 
 
-async def test_what_newer_workers_add_to_their_records_is_ignored(registry, redis, redis_prefix):
+async def test_unknown_fields_in_records_of_newer_workers_are_ignored(
+    registry, redis, redis_prefix
+):
     keys = RedisKeys(redis_prefix)
     await registry.announce(make_record("w1", "m"), ttl_s=60)
     record, card = await redis.get(keys.worker("w1")), await redis.get(keys.model("m"))

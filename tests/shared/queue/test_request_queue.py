@@ -1,6 +1,7 @@
-"""How the queue uses Redis: leases, wakeups, entries that are no request, crash counts.
+"""The queue's use of Redis: leases, wakeups, invalid entries, crash counts.
 
-The laws of every queue are tests/contract/test_call_queue.py; lost replies and restarts are in test_queue_model.py.
+The contract of every queue is in tests/contract/test_call_queue.py; lost replies and restarts are in
+test_queue_model.py.
 """
 
 import asyncio
@@ -27,8 +28,8 @@ from tests.factories_queue import (
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
-async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
-    """No script takes them all: others see some of them gone, and the rest wait."""
+async def test_redis_serves_other_clients_while_many_requests_are_cancelled(ends, all_of_them):
+    """No single script cancels all of them: in between, other clients see some cancelled and some waiting."""
     requests = [make_request() for _ in range(2000)]
     await asyncio.gather(*(ends.enqueue(request, max_waiting=5000) for request in requests))
     ids = [request.id for request in requests]
@@ -47,7 +48,7 @@ async def test_redis_answers_others_while_many_are_cancelled(ends, all_of_them):
     assert {state.state for state in states} == {"failed" if all_of_them else "cancelled"}
 
 
-async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(ends, clock):
+async def test_calls_that_no_worker_can_serve_fail_with_an_event(ends, clock):
     await ends.mailbox.open([MODEL])
     worker = ends.worker("a")
     running = await ends.enqueue()
@@ -81,7 +82,7 @@ async def test_calls_that_no_worker_will_serve_fail_and_their_gateway_is_told(en
 async def test_losses_count_as_crashes_until_a_poison_request_is_cleared(
     ends, num_tokens, num_losses, code, reason
 ):
-    """A request that is cleared is retried far beyond its attempts while its workers die with other requests."""
+    """A cleared request is retried far beyond the usual attempts if its workers die with other requests."""
     request = await ends.enqueue()
     claim = await ends.claim(ends.worker("first"))
     worker = ends.worker("a", max_attempts=2)
@@ -109,13 +110,13 @@ async def test_losses_count_as_crashes_until_a_poison_request_is_cleared(
     }  # fmt: skip
 
 
-async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
+async def test_a_released_request_wakes_a_waiting_worker(ends):
     leaving, waiting = ends.worker("a"), ends.worker("b")
     await ends.enqueue()
     claim = await ends.claim(leaving)
     await leaving.publish([publication(claim, 1, 0, make_delta(claim, 0, 5))])
     reading = asyncio.create_task(waiting.read(4, 30.0))
-    await asyncio.sleep(0.02)  # lets it block; nothing depends on it
+    await asyncio.sleep(0.02)  # the worker usually blocks by now; the test passes either way
 
     assert await leaving.release([claim]) == 1
 
@@ -126,7 +127,7 @@ async def test_what_is_released_wakes_a_waiting_worker_at_once(ends):
     assert after == {claim.id: "fenced"}
 
 
-async def test_what_could_not_be_released_is_claimed_again(ends, monkeypatch):
+async def test_a_request_whose_release_failed_is_claimed_again(ends, monkeypatch):
     worker = ends.worker("a", unknown_after_s=0.0)
     await ends.enqueue()
     claim = await ends.claim(worker)
@@ -137,13 +138,13 @@ async def test_what_could_not_be_released_is_claimed_again(ends, monkeypatch):
     assert (again.id, again.attempt) == (claim.id, 2)
 
 
-async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, caplog):
+async def test_invalid_queue_entries_are_removed_and_logged(ends, caplog):
     worker = ends.worker("a")
     await worker.create_group()
     for entry in ({"song": "la"}, {"id": b"\xff"}, {"id": "nobody"}):
         await ends.redis.xadd(ends.keys.queue(MODEL), entry)
     request = await ends.enqueue()
-    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})  # a second time
+    await ends.redis.xadd(ends.keys.queue(MODEL), {"id": request.id})  # a second entry
 
     [claim] = await worker.read(8, 1.0)
 
@@ -153,8 +154,8 @@ async def test_entries_that_are_no_waiting_request_are_removed_and_told(ends, ca
     assert "song" in caplog.text
 
 
-async def test_a_heartbeat_names_what_redis_lost_though_its_entry_is_still_the_workers(ends):
-    """A replica had the delivery of the entries, and not the claim: another attempt runs the request."""
+async def test_a_renewal_reports_claims_that_a_failover_lost(ends):
+    """A failover lost the claim but not the delivery of the entry, and another attempt runs the request."""
     worker = ends.worker("a", unknown_after_s=0.0)
     for _ in range(2):
         await ends.enqueue()
@@ -175,8 +176,8 @@ async def test_a_heartbeat_names_what_redis_lost_though_its_entry_is_still_the_w
     assert await ends.num_open() == 1
 
 
-async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, clock):
-    """A replica without the last wakeups became the primary, and its clock is slow."""
+async def test_a_gap_in_the_wakeups_hides_no_cancelled_request(ends, clock):
+    """After a failover to a replica that lacks the last wakeups and whose clock is behind."""
     worker = ends.worker("a")
     await ends.enqueue()
     claim = await ends.claim(worker)
@@ -192,7 +193,7 @@ async def test_a_gap_in_the_wakeups_of_a_worker_hides_no_lost_request(ends, cloc
     assert await worker.renew([claim]) == {claim.id: "cancelled"}
 
 
-async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeypatch):
+async def test_a_takeover_during_a_renewal_is_not_undone(ends, clock, monkeypatch):
     worker, other = ends.worker("a"), ends.worker("b")
     await ends.enqueue()
     claim = await ends.claim(worker)
@@ -213,15 +214,15 @@ async def test_a_takeover_in_the_middle_of_a_renewal_stands(ends, clock, monkeyp
 
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
-    """Also: requests are not all checked now and then."""
+    """A fake clock; also disables the periodic check of all requests."""
     clock = Clock()
     monkeypatch.setattr("shared.queue.worker.time", clock)
     monkeypatch.setattr("shared.queue.worker.CHECK_EVERY", 10**9)
     return clock
 
 
-async def test_a_crash_names_the_tenant_of_a_request_that_was_cancelled_just_before(ends):
-    """And the tenants of those that ran."""
+async def test_a_crash_names_the_tenant_of_a_request_cancelled_before(ends):
+    """Also names the tenants of the running requests."""
     for name in ("a", "a", "c"):
         await ends.enqueue(make_request(tenant=name))
     worker, other = ends.worker("w"), ends.worker("v")
@@ -240,8 +241,8 @@ async def test_a_crash_names_the_tenant_of_a_request_that_was_cancelled_just_bef
 
 
 @pytest.mark.parametrize("has_workers", [False, True])
-async def test_the_age_of_a_queue_is_that_of_the_oldest_request_that_waits(ends, has_workers):
-    """Autoscaling looks at it. Redis names entries by their time."""
+async def test_the_age_of_a_queue_is_that_of_its_oldest_waiting_request(ends, has_workers):
+    """Autoscaling uses this age, which is derived from the time in entry IDs."""
     queue = ends.keys.queue(MODEL)
     if has_workers:
         await ends.worker("a").create_group()
@@ -260,7 +261,7 @@ async def test_a_takeover_interrupted_by_a_stop_still_counts_the_crash_of_the_lo
     lost, leaving, other = ends.worker("a"), ends.worker("b"), ends.worker("c")
     await ends.enqueue()
     claim = await ends.claim(lost)
-    # The entry changed hands, but the stop came before the claim.
+    # The entry was transferred, but the worker stopped before the claim.
     await ends.redis.xclaim(ends.keys.queue(MODEL), GROUP, "b", 0, [claim.entry_id])
 
     await leaving.leave()

@@ -1,4 +1,4 @@
-"""Shards of one queue: where requests are placed, limits of tenants, and shards that are down."""
+"""Shards of one queue: placement of requests, limits of tenants, and shards that are down."""
 
 import asyncio
 import time
@@ -73,7 +73,7 @@ def queue(shards: Shards) -> ShardedGatewayQueue:
 
 
 async def submit(queue: ShardedGatewayQueue, limits: Limits | None = None, max_waiting=100) -> str:
-    """Queue a request of a tenant. Returns its id."""
+    """Queues a request of a tenant. Returns its ID."""
     name = uuid4().hex
     call = make_request(id=name + "-0" + queue.place(name, "me", limits, None), tenant="me")
     reservation = limits and Reservation(MODEL, "me", (call.id,), 1, 1, 1, limits)
@@ -93,11 +93,11 @@ async def test_a_small_limit_of_a_tenant_is_not_divided(queue):
 
 
 async def test_a_large_limit_of_a_tenant_is_divided(queue):
-    """Each shard admits a quarter, so an uneven one refuses a few early."""
+    """Each shard admits a quarter of the limit, so an uneven distribution refuses a few requests early."""
     assert 60 <= await num_admitted(queue, Limits(max_tenant_requests=100), 130) <= 100
 
 
-async def test_states_are_of_each_call_in_order(queue):
+async def test_states_are_in_the_order_of_the_calls(queue):
     ids = [await submit(queue) for _ in range(12)]
     assert len({shard_of(each) for each in ids}) > 1
     states = await queue.states(MODEL, [*ids, f"unknown-0@{NAMES[0]}"])
@@ -124,14 +124,14 @@ async def test_a_shard_that_fails_gets_no_new_requests_until_it_answers(shards, 
     await until(lambda: down.is_up)
     assert (await queue.stats(MODEL)).is_whole
     assert queue.place("name", "", None, None) == f"@{down.name}"
-    down.note_failure()  # one that is full answers, and fails again
+    down.note_failure()  # a full shard responds, and its next write fails again
     began_at = time.monotonic()
     await until(lambda: down.is_up)
     assert time.monotonic() - began_at >= 1.0
 
 
-async def test_a_budget_of_a_shard_that_is_down_goes_on_at_another(shards, queue, tmp_path):
-    """With what the package store has of it."""
+async def test_a_budget_of_a_shard_that_is_down_continues_on_another(shards, queue, tmp_path):
+    """The spent amount comes from the package store."""
     down, call = shards.all[1], make_request(tenant="me")
     store = await asyncio.to_thread(open_store, f"file://{tmp_path}")
     saved = b'{"": 1, "requests me tiny": 1, "cost me tiny": 5}'
@@ -139,24 +139,24 @@ async def test_a_budget_of_a_shard_that_is_down_goes_on_at_another(shards, queue
     down.note_failure()
     budget = Budget(today().isoformat(), most=5, reserved=1, ttl_s=60.0)
     call = replace(call, id=f"{call.id}@{NAMES[2]}")
-    with pytest.raises(QueueUnavailable):  # nobody knows what it counted
+    with pytest.raises(QueueUnavailable):  # without a store, the spent amount is unknown
         await UsageLog(queue, None).restore_budget(call, budget)
     await UsageLog(queue, store).restore_budget(call, budget)
     with pytest.raises(QueueRefused, match="key_budget"):
         await queue.submit(Submission([seal(call)], 60.0, 9, charge=Charge(budget=budget)))
 
 
-async def test_a_blob_is_found_wherever_it_was_put(shards, settings, monkeypatch):
+async def test_a_blob_is_found_on_any_shard(shards, settings, monkeypatch):
     blobs = ShardedBlobs(shards, settings.key_prefix)
     ref = await blobs.put(b"an image", "a", ttl_s=60.0)
     first = shards.rank(ref.sha256)[0]
     first.note_failure()
     with pytest.raises(BlobsUnavailable, match="down"):
         await blobs.get(ref)
-    await blobs.put(b"an image", "b", ttl_s=60.0)  # on another one
+    await blobs.put(b"an image", "b", ttl_s=60.0)  # stored on another shard
     assert await blobs.get(ref) == b"an image"
     monkeypatch.setattr("shared.queue.shards.LOST_AFTER_S", 0.0)
-    assert await blobs.get(BlobRef("0" * 64, 1)) is None  # not waited for
+    assert await blobs.get(BlobRef("0" * 64, 1)) is None  # does not wait for the shard that is down
     await until(lambda: first.is_up)
     await blobs.release("a", [ref])
     assert await blobs.get(ref) == b"an image"
@@ -164,7 +164,7 @@ async def test_a_blob_is_found_wherever_it_was_put(shards, settings, monkeypatch
     await blobs.close()
 
 
-async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, tmp_path):
+async def test_a_shard_that_is_down_at_startup_is_used_once_it_is_up(servers, tmp_path):
     late = EmbeddedRedis(tmp_path / "late")  # not started yet
     settings = RedisSettings(url=f"a={servers[0].url},b={late.url}")
     shards, gaps = Shards(settings), []
@@ -189,18 +189,20 @@ async def test_a_shard_that_is_down_at_the_start_is_used_when_it_comes(servers, 
         late.stop()
 
 
-async def test_a_start_without_a_shard_that_may_have_requests_is_refused(settings, shards, queue):
+async def test_removing_a_shard_that_can_have_requests_is_refused_at_startup(
+    settings, shards, queue
+):
     while shard_of(await submit(queue)) != "d":
         pass
     await check_shards(settings)
-    await shards.all[0].queue.note_shard("d", 1.0)  # of a gateway with shorter requests
+    await shards.all[0].queue.note_shard("d", 1.0)  # by a gateway with shorter timeouts
     fewer = settings.model_copy(update={"url": settings.url.rpartition(",d=")[0]})
     with pytest.raises(SettingsError, match=r"^VLM_REDIS_URL: the shard d is missing"):
         await check_shards(fewer)
 
 
 async def test_another_gateway_joins_a_request_of_any_shard(settings):
-    """Retries with an Idempotency-Key get the first answer, whatever its shard; streams are resumed by id."""
+    """A retry with the same Idempotency-Key gets the first response from any shard; streams are resumed by ID."""
     of_gateway = make_settings("", settings.key_prefix)
     of_gateway = of_gateway.model_copy(update={"redis": settings})
     async with AsyncExitStack() as stack:
@@ -227,7 +229,7 @@ async def test_another_gateway_joins_a_request_of_any_shard(settings):
         assert sum(len(worker.answers) > 0 for worker in workers) > 1
 
 
-def test_wrong_shards_are_refused_by_one_sentence():
+def test_invalid_shard_settings_are_refused():
     for url, problem in (
         ("a=redis://one,a=redis://two", "a name twice"),
         ("redis://one,b=redis://two", "text before the first shard"),

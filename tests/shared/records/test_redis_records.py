@@ -1,4 +1,4 @@
-"""Records in Redis: bounds by number and bytes, times to live, and that nothing outlives them."""
+"""Records in Redis: limits by number and bytes, and times to live of records and their images."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ async def make(redis, redis_prefix):
         await store.close()
 
 
-async def test_a_record_is_its_owners_and_stays_as_it_was(make):
+async def test_a_record_is_immutable_and_visible_to_its_owner_only(make):
     store, record = make(), Record(b"x" * 10, (IMAGE,))
     assert await store.put("me", "one", record) == []
     assert await store.put("me", "one", Record(b"other")) == []
@@ -37,7 +37,7 @@ async def test_a_record_is_its_owners_and_stays_as_it_was(make):
     assert await store.get("me", "one") is None
 
 
-async def test_a_record_that_is_kept_anew_takes_the_place_and_the_time_of_the_old_one(make):
+async def test_a_replaced_record_has_a_new_value_and_time(make):
     store = make(max_records=2)
     for name in ("a", "b", "a"):
         assert await store.put("me", name, Record(b"x" * 40), anew=True) == []
@@ -47,11 +47,11 @@ async def test_a_record_that_is_kept_anew_takes_the_place_and_the_time_of_the_ol
     assert await store.get("me", "a") == Record(b"y" * 40)
 
 
-async def test_the_oldest_make_room_by_number_and_by_bytes_with_their_images(make):
+async def test_the_oldest_records_are_evicted_by_number_and_bytes(make):
     store = make()
     for name in "abc":
         assert await store.put("me", name, Record(b"x" * 10)) == []
-        await asyncio.sleep(0.002)  # another millisecond: names of one are in their own order
+        await asyncio.sleep(0.002)  # records of one millisecond are ordered by name
     assert await store.put("me", "d", Record(b"x" * 10)) == [("a", Record(b"x" * 10))]
     made_room = await store.put("me", "e", Record(b"x" * 30, (IMAGE,)))
     assert [name for name, _ in made_room] == ["b"]
@@ -60,7 +60,7 @@ async def test_the_oldest_make_room_by_number_and_by_bytes_with_their_images(mak
     assert await store.put("you", "a", Record(b"x" * 90)) == []
 
 
-async def test_every_key_expires_and_what_has_expired_counts_no_more(make, redis, redis_prefix):
+async def test_every_key_expires_and_expired_records_are_not_counted(make, redis, redis_prefix):
     store = make(ttl_s=3600, max_bytes=10)
     await store.put("me", "one", Record(b"x" * 10))
     keys = [key async for key in redis.scan_iter(f"{redis_prefix}:*")]
@@ -72,11 +72,11 @@ async def test_every_key_expires_and_what_has_expired_counts_no_more(make, redis
     assert await store.put("you", "two", Record(b"x" * 10)) == []
 
 
-async def test_a_call_whose_reply_was_lost_returns_what_it_did(make, monkeypatch):
+async def test_a_call_repeated_after_a_lost_reply_returns_the_same_result(make, monkeypatch):
     run = RedisSender.run
 
     async def run_twice(*arguments):
-        await run(*arguments)  # this reply is lost
+        await run(*arguments)  # the reply of this call is lost
         return await run(*arguments)
 
     monkeypatch.setattr(RedisSender, "run", run_twice)

@@ -1,4 +1,4 @@
-"""The bundled server: it starts anywhere, keeps its data, and never outlives its parent."""
+"""The bundled Redis server: it starts in any folder, keeps its data, and never outlives its parent."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ async def ask(server: EmbeddedRedis, *command: str):
         return await client.execute_command(*command)
 
 
-async def test_it_evicts_nothing_and_listens_on_no_port(tmp_path):
+async def test_the_server_evicts_nothing_and_listens_on_no_port(tmp_path):
     expected = {
         "maxmemory": b"67108864",
         "maxmemory-policy": b"noeviction",
@@ -33,7 +33,7 @@ async def test_it_evicts_nothing_and_listens_on_no_port(tmp_path):
         assert server.socket_path.stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_long_path_is_no_obstacle(tmp_path):
+async def test_a_server_starts_in_a_folder_with_a_long_path(tmp_path):
     with EmbeddedRedis(tmp_path / ("long" * 30)) as server:
         assert len(str(server.socket_path)) <= MAX_SOCKET_PATH
         assert await ask(server, "PING")
@@ -41,12 +41,12 @@ async def test_a_long_path_is_no_obstacle(tmp_path):
     assert not folder.exists()
 
 
-def test_a_directory_serves_one_server(tmp_path):
+def test_a_second_server_in_one_directory_is_refused(tmp_path):
     with EmbeddedRedis(tmp_path), pytest.raises(EmbeddedRedisError, match="another server uses"):
         EmbeddedRedis(tmp_path).start()
 
 
-def test_a_server_that_cannot_start_says_why(tmp_path):
+def test_the_error_of_a_failed_start_contains_the_reason(tmp_path):
     (tmp_path / "appendonly.aof").write_bytes(b"this is no append only file" * 100)
 
     with pytest.raises(EmbeddedRedisError, match="redis-server ended"):

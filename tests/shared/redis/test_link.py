@@ -1,4 +1,4 @@
-"""Connections to Redis: commands share a write, nothing hangs, and nothing is retried implicitly."""
+"""Connections to Redis: commands are sent together, time out, and are not retried implicitly."""
 
 import asyncio
 import ssl
@@ -28,7 +28,7 @@ TIMEOUT_S = 0.5
 async def slow_redis(
     redis_server: str, bytes_per_s: float = 0.0
 ) -> AsyncIterator[tuple[Redis, FaultProxy]]:
-    """A client with little patience behind a slow line."""
+    """A client with a short timeout behind a slow connection."""
     async with run_proxy(Path(redis_server.removeprefix("unix://"))) as proxy:
         proxy.bytes_per_s = bytes_per_s
         client = create_redis(make_group(RedisSettings, url=proxy.url, command_timeout_s=TIMEOUT_S))
@@ -37,7 +37,7 @@ async def slow_redis(
 
 
 async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
-    """How long small commands took, one after another, until something else was done."""
+    """Sends small commands one after another until the future is done; returns the longest duration."""
     longest_s = 0.0
     while not until.done():
         started_at = time.monotonic()
@@ -47,8 +47,8 @@ async def longest_answer_s(sender: RedisSender, until: asyncio.Future) -> float:
 
 
 @in_one_round
-async def test_many_images_at_once_each_have_their_time(redis_server, redis_prefix):
-    """18 MB at 20 MB/s with a patience of half a second; what is small passes by them."""
+async def test_the_timeout_of_an_image_grows_with_concurrent_images(redis_server, redis_prefix):
+    """18 MB at 20 MB/s with a timeout of half a second; small commands are not delayed by them."""
     async with slow_redis(redis_server, 20e6) as (redis, _):
         store, tokens = RedisBlobStore(redis, redis_prefix), RedisSender(redis)
         images = [bytes([number]) * 1_500_000 for number in range(12)]
@@ -64,8 +64,8 @@ async def test_many_images_at_once_each_have_their_time(redis_server, redis_pref
 
 
 @in_one_round
-async def test_a_line_that_stops_is_given_up_by_all_who_wait(redis_server):
-    """However much waits to be sent: what has not moved for the time of a command fails then, not in turn."""
+async def test_a_frozen_connection_fails_all_pending_commands_together(redis_server):
+    """All pending commands fail together if no byte moved for the timeout of one command."""
     async with slow_redis(redis_server) as (client, proxy):
         sender = RedisSender(client)
         await sender.execute("PING")
@@ -87,8 +87,8 @@ async def sender(redis):
     await sender.close()
 
 
-async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
-    await sender.execute("PING")  # connects
+async def test_commands_of_one_loop_iteration_are_sent_in_one_write(sender, monkeypatch):
+    await sender.execute("PING")
     start = RedisLink.start
     batches = []
 
@@ -101,10 +101,10 @@ async def test_commands_of_one_turn_share_a_write(sender, monkeypatch):
         replies = await asyncio.gather(*(sender.execute("ECHO", number) for number in range(10)))
         assert replies == [str(number).encode() for number in range(10)]
 
-    assert batches == [1, 9, 10]  # one that was alone before is taken to be alone again
+    assert batches == [1, 9, 10]  # a command after a single one is sent immediately
 
 
-async def test_what_is_under_way_is_cancelled_by_closing(redis):
+async def test_closing_cancels_pending_commands(redis):
     sender = RedisSender(redis)
     await sender.execute("PING")
     waiting = [asyncio.create_task(sender.execute("BLPOP", "nothing", 30)) for _ in range(2)]
@@ -115,7 +115,7 @@ async def test_what_is_under_way_is_cancelled_by_closing(redis):
     assert all(task.cancelled() for task in waiting)
 
 
-async def test_each_caller_has_its_own_reply_as_it_comes(sender):
+async def test_each_caller_gets_its_own_reply_when_it_arrives(sender):
     leaving = asyncio.create_task(sender.execute("ECHO", "a"))
     good, bad = (asyncio.create_task(sender.execute(name)) for name in ("PING", "NONSENSE"))
     last = asyncio.create_task(sender.execute("BLPOP", "nothing", 5))
@@ -158,7 +158,7 @@ async def test_only_lost_calls_are_repeated(error, num_calls):
     ("options", "is_accepted"),
     [
         ("", False),
-        ("?ssl_ca_certs={ca}", False),  # the name is another
+        ("?ssl_ca_certs={ca}", False),  # the certificate has another host name
         ("?ssl_ca_certs={ca}&ssl_check_hostname=False", True),
         ("?ssl_cert_reqs=none", True),
     ],

@@ -1,4 +1,4 @@
-"""An outage of Redis is logged once, then seldom, and its end is logged too."""
+"""An outage of Redis is logged at its start, rarely during it, and at its end."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def messages(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records]
 
 
-def test_an_outage_and_its_end_are_told_once_with_the_address_the_cause_and_what_to_do(caplog):
+def test_an_outage_and_its_end_are_logged_once_with_address_and_cause(caplog):
     log = OutageLog("redis://127.0.0.1:1/0")
     log.succeeded()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Sessions in Redis: bounds under concurrent calls, and that nothing of them outlives its time."""
+"""Sessions in Redis: limits under concurrent calls, and times to live of all keys."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ def make_session(name: str, created_at: float = 1.0) -> Session:
     return Session(name, "owner", "app", created_at, idle_s=60.0, timeout_s=0.0)
 
 
-async def test_of_many_at_once_no_more_pass_than_there_are_places(store):
+async def test_concurrent_reservations_do_not_exceed_the_limit(store):
     await store.create(make_session("sess_0"))
     many = [make_session(f"sess_{number}") for number in range(1, 9)]
     passed = await asyncio.gather(
@@ -29,8 +29,8 @@ async def test_of_many_at_once_no_more_pass_than_there_are_places(store):
     assert not await store.reserve(make_session("sess_9"), passed[:-1].count(True) + 1)
 
 
-async def test_a_page_reads_no_more_than_it_shows(store, redis, redis_prefix):
-    """Sessions that are being created take no room of it."""
+async def test_a_page_reads_only_its_own_sessions(store, redis, redis_prefix):
+    """Sessions that are still being created do not count towards the page size."""
     session, keys = make_session("sess_1", 5.0), RedisKeys(redis_prefix)
     for each in (make_session("sess_0", 4.0), session):
         await store.create(each)
@@ -50,9 +50,7 @@ async def test_a_page_reads_no_more_than_it_shows(store, redis, redis_prefix):
     assert ids == [["task_0", "task_2"], ["task_1"], None]
 
 
-async def test_every_key_expires_also_of_a_session_that_is_closed_too_late(
-    store, redis, redis_prefix
-):
+async def test_every_key_expires_even_if_a_session_is_closed_late(store, redis, redis_prefix):
     await store.create(make_session("sess_1"))
     await store.close_session(make_session("sess_1"))
     await store.close_session(make_session("sess_gone"))
@@ -65,7 +63,7 @@ async def test_every_key_expires_also_of_a_session_that_is_closed_too_late(
     assert await store.find("sess_gone") is None
 
 
-async def test_the_end_of_a_task_does_not_bring_back_its_session(store, redis, redis_prefix):
+async def test_the_end_of_a_task_does_not_restore_a_deleted_session(store, redis, redis_prefix):
     session = make_session("sess_1")
     await store.create(session)
     await store.add(session, TaskRecord("task_1", "req_1", "m", "p", "f", 1.0, 2.0), 9)

@@ -1,4 +1,4 @@
-"""Settings: where values come from, and that a wrong one stops the process by name."""
+"""Settings: the precedence of their sources, and errors that name the wrong setting."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def clean_environment(monkeypatch, tmp_path):
 
 @pytest.fixture
 def configured(monkeypatch, tmp_path):
-    """Write the configuration file; returns its path."""
+    """Returns a function that writes the configuration file and returns its path."""
 
     def write(content: str | bytes) -> str:
         file = tmp_path / "fleet.yaml"
@@ -47,7 +47,7 @@ def test_api_keys_are_split_at_commas_and_never_shown(monkeypatch):
     assert "sk-one" not in repr(keys)
 
 
-#: A variable, its value, and what the refusal says.
+#: A variable, its value, and a part of the error.
 REFUSED = [
     ("GATEWAY__PORT", "70000", "VLM_GATEWAY__PORT"),
     ("CONFIG", "/does/not/exist.yaml", "VLM_CONFIG"),
@@ -73,16 +73,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "says"), REFUSED)
-def test_what_cannot_be_is_refused_by_its_name_and_no_password_is_shown(
-    monkeypatch, name, value, says
-):
+def test_invalid_settings_are_refused_by_name_without_passwords(monkeypatch, name, value, says):
     monkeypatch.setenv(f"VLM_{name}", value)
     with pytest.raises(SettingsError, match=says) as refused:
         load_settings()
     assert "pass/word" not in str(refused.value)
 
 
-def test_the_address_of_redis_holds_no_password(monkeypatch):
+def test_the_displayed_address_of_redis_has_no_password(monkeypatch):
     for url, address in (
         ("rediss://user:secret@example:6379/0?ssl_cert_reqs=none", "rediss://example:6379/0"),
         ("redis://:secret@[::1]:1/2", "redis://[::1]:1/2"),
@@ -97,7 +95,7 @@ def test_the_address_of_redis_holds_no_password(monkeypatch):
 
 
 @pytest.mark.parametrize("content", [b"- gateway\n", b"\xff\xfe", b"gateway: ["])
-def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, content):
+def test_the_error_of_an_invalid_file_names_the_file_and_its_variable(configured, content):
     file = configured(content)
     with pytest.raises(SettingsError, match="VLM_CONFIG") as refused:
         load_settings()
@@ -108,7 +106,7 @@ def test_a_file_that_holds_no_settings_is_named_with_its_variable(configured, co
     ("content", "says"),
     [(b"VLM_GATEWAY__HOST=\xff\n", r"\.env"), (b"VLM_GATEWY__PORT=80\n", "VLM_GATEWAY__PORT")],
 )
-def test_what_a_dotenv_file_holds_is_checked_too(tmp_path, content, says):
+def test_a_dotenv_file_is_validated(tmp_path, content, says):
     (tmp_path / ".env").write_bytes(content)
     with pytest.raises(SettingsError, match=says):
         load_settings()
@@ -130,5 +128,5 @@ def test_a_child_process_loads_the_same_settings_from_its_environment(monkeypatc
     assert load_settings() == parent
 
 
-def test_every_setting_says_what_it_means():
+def test_every_setting_has_a_description():
     assert [row.variable for row in rows(settings_classes()) if not row.description] == []

@@ -39,14 +39,14 @@ def value(metrics: GatewayMetrics, name: str) -> float | None:
         ({"ttft_s": None}, None),
     ],
 )
-def test_time_per_output_token_is_that_of_one_answer_of_two_tokens_or_more(overrides, tpot_s):
+def test_time_per_output_token_requires_one_answer_of_two_tokens(overrides, tpot_s):
     metrics = GatewayMetrics()
     metrics.record_finished(record(**overrides))
     total = value(metrics, "vlm_time_per_output_token_seconds_sum")
     assert (total or None) == (tpot_s and pytest.approx(tpot_s))
 
 
-def test_the_gap_before_an_event_is_shared_by_its_tokens():
+def test_the_gap_before_an_event_is_divided_by_its_tokens():
     metrics = GatewayMetrics()
     metrics.record_tokens("m", 0.4, 4)
     assert value(metrics, "vlm_inter_token_latency_seconds_count") == 4
@@ -55,14 +55,14 @@ def test_the_gap_before_an_event_is_shared_by_its_tokens():
 
 def test_the_latencies_of_many_requests_are_all_counted():
     metrics = GatewayMetrics()
-    for stages in (*[dict.fromkeys(STAGES, 0.1)] * 2499, {}):  # the last one lacks its stages
+    for stages in (*[dict.fromkeys(STAGES, 0.1)] * 2499, {}):  # the last record has no stages
         metrics.record_finished(record(e2e_s=2.0, stages=stages))
     assert value(metrics, "vlm_request_duration_seconds_count") == 2500
     assert value(metrics, "vlm_request_duration_seconds_sum") == pytest.approx(5000)
     assert value(metrics, "vlm_prompt_tokens_total") == 5 * 2500
 
 
-def test_a_histogram_shows_what_the_library_shows():
+def test_histograms_equal_those_of_prometheus_client():
     disable_created_metrics()
     metric = Metric("vlm_x_seconds", "histogram", "Of x.", ("model",), (0.1, 0.5, 1.0))
     ours, theirs = CollectorRegistry(), CollectorRegistry()
@@ -94,7 +94,7 @@ def worker(digest: str, name: str, num_finished: int, num_failed: int = 0) -> Wo
     return WorkerRecord(name, card, "mock", num_finished=num_finished, num_failed=num_failed)
 
 
-def test_versions_instances_and_what_their_workers_answered():
+def test_metrics_of_versions_instances_and_requests():
     metrics = GatewayMetrics()
     app = App(
         "n", 2, active=Revision(1, OLD, Spec()),
@@ -121,7 +121,7 @@ def test_versions_instances_and_what_their_workers_answered():
     }
 
 
-def test_a_worker_that_was_silent_is_not_counted_again_and_old_versions_go():
+def test_a_returning_worker_is_not_counted_twice_and_old_versions_are_removed():
     metrics = GatewayMetrics()
     app = App("n", 1, active=Revision(1, OLD, Spec()))
     for workers in ([worker(OLD, "x", 5)], [], [worker(OLD, "x", 6)], [worker(OLD, "z", 2)]):
@@ -140,7 +140,7 @@ def test_a_worker_that_was_silent_is_not_counted_again_and_old_versions_go():
 HEADER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
-def test_what_is_malformed_is_ignored():
+def test_malformed_trace_headers_are_ignored():
     for malformed in (
         "", HEADER.upper(), "ff" + HEADER[2:], HEADER + "-x", HEADER[:-1], HEADER + "0", HEADER.replace("a", "0"),
         HEADER.replace("b", "0"), f"cc{HEADER[2:]}more", HEADER + "\n",
@@ -175,7 +175,7 @@ def test_a_json_line_is_one_object_with_the_extra_fields():
         "level": "info", "process": "gateway", "logger": "gateway.x", "message": NASTY,
         "tokens": 3, "e2e_s": 0.25,
     }  # fmt: skip
-    line = JsonFormatter("worker").format(failure())  # of an exception
+    line = JsonFormatter("worker").format(failure())  # with a traceback
     assert len(line.splitlines()) == 1
     assert "Traceback" in json.loads(line)["exception"]
 
