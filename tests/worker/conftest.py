@@ -1,4 +1,4 @@
-"""What workers publish, read by a gateway of the test; a store of packages; a process that decodes media."""
+"""Fixtures: events that workers publish, a package store, and a process that decodes media."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

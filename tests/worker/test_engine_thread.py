@@ -1,4 +1,4 @@
-"""The bridge between loop and engine: one thread, no polling, one wake-up a step, and a watchdog for one that hangs."""
+"""The engine thread: one thread for all calls, no polling, one wakeup per step, and a watchdog for a hung step."""
 
 import asyncio
 import math
@@ -14,7 +14,7 @@ from worker.engine_thread import Added, EngineEvent, EngineThread, Rejected
 
 
 class Listener:
-    """Keeps the events of an engine thread."""
+    """Collects the events of an engine thread."""
 
     def __init__(self) -> None:
         self.batches: list[list[EngineEvent]] = []
@@ -55,7 +55,7 @@ async def bridge():
     await thread.close()
 
 
-async def test_all_calls_are_made_by_one_thread_and_all_news_come_on_the_loop(bridge):
+async def test_one_thread_makes_all_calls_and_events_arrive_on_the_loop(bridge):
     thread, listener, engine = bridge
     thread.add(make_engine_request())
     await listener.until_finished()
@@ -67,7 +67,7 @@ async def test_all_calls_are_made_by_one_thread_and_all_news_come_on_the_loop(br
     assert not engine.threads & listener.threads
 
 
-async def test_acceptance_comes_before_output_and_refusal_instead_of_it(bridge):
+async def test_a_request_is_accepted_before_its_output_or_refused(bridge):
     thread, listener, _ = bridge
     thread.add(make_engine_request("bad", logit_bias={10**9: 1.0}))
     thread.add(make_engine_request("good"))
@@ -79,7 +79,7 @@ async def test_acceptance_comes_before_output_and_refusal_instead_of_it(bridge):
     assert all(type(item) is EngineOutput for item in by_id["good"][1:])
 
 
-async def test_only_the_end_of_a_patient_request_wakes_the_loop(bridge, monkeypatch):
+async def test_only_the_end_of_a_request_without_a_stream_wakes_the_loop(bridge, monkeypatch):
     monkeypatch.setattr("worker.engine_thread.HOLD_S", math.inf)
     thread, listener, _ = bridge
     thread.add(make_engine_request(max_tokens=50), is_patient=True)

@@ -1,4 +1,4 @@
-"""Events that wait to be published are merged, without loss or repetition."""
+"""Events that wait for publication are merged without loss or repetition."""
 
 import time
 from typing import Any
@@ -51,7 +51,7 @@ def output(active: ActiveRequest, index: int, *tokens: int, **fields: Any) -> li
     return [EngineOutput(active.engine_id, index, tokens, event.text, event.logprobs, **fields)]
 
 
-async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
+async def test_tokens_without_a_stream_wait_for_the_end_for_a_limited_time():
     active, streaming = make_active(request=make_request(wants_stream=False)), make_active()
     hasty, outbox = Outbox(hold_s=0.0), Outbox(hold_s=1000.0)
     hasty.post(active, output(active, 0, 1))
@@ -71,7 +71,7 @@ async def test_tokens_of_a_whole_answer_wait_for_its_end_but_not_for_ever():
 
 
 async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
-    """The first token and the end go at once; what waits is published without a further token."""
+    """The first token and the end are published immediately; waiting tokens do not need a further one."""
     monkeypatch.setattr("worker.active_requests.STREAM_HOLD_S", 0.5)
     outbox, streams = Outbox(), [make_active() for _ in range(MIN_COALESCED_STREAMS)]
     for active in streams:
@@ -92,14 +92,14 @@ async def test_streams_of_a_busy_worker_are_published_at_intervals(monkeypatch):
     ]
 
 
-async def test_what_is_dropped_or_comes_after_the_end_is_not_said():
+async def test_dropped_events_and_events_after_the_end_are_not_published():
     dropped, ended, other, outbox = make_active(), make_active(), make_active(), Outbox()
     outbox.end(ended, Failed(ended.request_id, 2, ErrorCode.DEADLINE_EXCEEDED, "late"))
     await outbox.take()
     for active in (dropped, ended, other):
         outbox.post(active, output(active, 0, 1))
     outbox.drop(dropped)
-    outbox.post(quiet := make_active(), [EngineOutput(quiet.engine_id)])  # without tokens yet
+    outbox.post(quiet := make_active(), [EngineOutput(quiet.engine_id)])  # no tokens yet
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
 
 
@@ -113,7 +113,7 @@ async def test_a_request_that_fails_ends_alone_after_its_tokens():
 
 
 @pytest.mark.parametrize("param", ["structured_outputs.json", "tools"])
-def test_a_form_that_is_too_slow_to_follow_is_named(param):
+def test_the_error_of_a_too_complex_grammar_names_its_field(param):
     request = make_request()
     grammar = None if param == "tools" else Grammar("json", "{}", param)
     active = make_active(replace(request, task=replace(request.task, grammar=grammar)))

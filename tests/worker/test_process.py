@@ -1,4 +1,4 @@
-"""Workers as real processes: stopped by a signal, hung, and asked how they are."""
+"""Worker processes: stopped by a signal, hung, and probed."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ LONG = SamplingParams(max_tokens=100, temperature=0.7, seed=11, ignore_eos=True)
 async def start(
     redis, redis_server, redis_prefix
 ) -> AsyncIterator[Callable[..., Awaitable[Process]]]:
-    """Start a worker process; returns when it is ready."""
+    """Returns a function that starts a worker process and waits until it is ready."""
     processes = Processes(None, redis, redis_server)
     settings = {
         "VLM_REDIS__KEY_PREFIX": redis_prefix, "VLM_ENGINE__SERVED_NAME": MODEL, "VLM_ENGINE__MOCK__DECODE_S": "0.02",
@@ -37,7 +37,7 @@ async def test_a_step_that_hangs_ends_the_process(ends, start):
     worker = await start(VLM_ENGINE__MOCK__DECODE_S="60", VLM_WORKER__WATCHDOG_S="0.3")
     await ends.enqueue(make_request(sampling=LONG))
     await worker.says("a step has taken longer")
-    await worker.says("in step")  # the stack says where
+    await worker.says("in step")  # the stack trace names the function
     assert await worker.ended() == 70
 
 

@@ -1,4 +1,4 @@
-"""Errors that the operator has to fix end a worker with exit code 78 and one line."""
+"""Errors that the operator must fix end a worker with exit code 78 and one line."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from engines.torch_backend.loading.load import choose_device
 from tests.worker.node.test_resources import make_settings
 
 
-def test_a_port_for_probes_that_is_taken(caplog):
+def test_a_port_for_probes_that_is_in_use(caplog):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = make_settings(kind="mock").changed(worker={"health_port": port})
@@ -24,6 +24,6 @@ def test_a_port_for_probes_that_is_taken(caplog):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "banana", "meta"])
-def test_a_device_that_is_not_there(device):
+def test_a_missing_device(device):
     with pytest.raises(EngineStartError, match=device):
         choose_device(device)

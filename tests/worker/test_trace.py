@@ -1,4 +1,4 @@
-"""The worker's part of a trace, as a collector sees it."""
+"""The worker's spans of a trace, as a collector receives them."""
 
 import time
 from itertools import pairwise
@@ -40,7 +40,7 @@ def tree(spans):
     return root, sorted(stages, key=lambda span: span.begin)
 
 
-async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, tracer, collector):
+async def test_stage_spans_are_contiguous_below_the_gateways_span(ends, answers, tracer, collector):
     mock = {"vision_s": 0.002, "prefill_s_per_token": 0.0001, "decode_s": 0.002}
     async with run_worker(ends, mock=mock, tracer=tracer):
         request = await ends.enqueue(make_request("secret prompt", trace_parent=CALLER))
@@ -65,7 +65,7 @@ async def test_stages_lie_end_to_end_below_the_gateways_span(ends, answers, trac
     assert not [body for body in collector.bodies if b"secret" in body]
 
 
-async def test_what_the_gateway_traces_is_told_once_with_its_outcome_as_far_as_it_came(
+async def test_a_sampled_request_has_one_span_with_its_outcome_and_stages(
     ends, answers, tracer, collector
 ):
     mock = {"decode_s": 0.01, "num_output_tokens": 200}
@@ -89,11 +89,11 @@ async def test_what_the_gateway_traces_is_told_once_with_its_outcome_as_far_as_i
     assert (cancelled.attributes["vlm.outcome"], cancelled.is_error) == ("cancelled", False)
 
 
-def test_a_collector_that_is_away_does_not_hold_up_the_end(monkeypatch):
+def test_a_collector_that_is_down_does_not_delay_the_shutdown(monkeypatch):
     else_s = spans.CLOSE_WITHIN_S
     monkeypatch.setattr(spans, "CLOSE_WITHIN_S", 0.1)
     with socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # and does not listen
+        unused.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
         tracer = create_tracer(TraceSettings(export="otlp"), "worker", "w")

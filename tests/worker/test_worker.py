@@ -1,4 +1,4 @@
-"""A worker in this process: real Redis, real loops, a mock engine under the test's hand."""
+"""A worker in the test's process, with a real Redis, real loops, and a mock engine that the test controls."""
 
 import asyncio
 from functools import partial
@@ -46,7 +46,7 @@ def make_image(colour: str = "red") -> tuple[bytes, ImageRef]:
     return data, ImageRef(sha256(data).hexdigest(), len(data), "image/png", 8, 8, param=colour)
 
 
-async def test_what_is_wrong_with_a_request_is_told_by_its_code(ends, answers):
+async def test_the_error_of_an_invalid_request_has_a_code_and_a_field(ends, answers):
     _, missing = make_image("blue")
     data, good = make_image()
     junk = b"no image"
@@ -98,7 +98,7 @@ async def test_a_worker_claims_no_more_than_its_engine_can_run(ends):
         for _ in range(5):
             await ends.enqueue()
         await until(lambda: len(running.worker.active_requests) == 2)
-        await asyncio.sleep(0.1)  # more loops than would be needed to claim another
+        await asyncio.sleep(0.1)  # several times the interval of the claim loop
         pending = await ends.redis.xpending(ends.keys.queue(MODEL), GROUP)
         assert pending["pending"] == 2
 
@@ -133,20 +133,20 @@ async def test_requests_of_a_gateway_that_is_gone_are_cancelled(ends, answers, m
     assert [each.partition("@")[0] for each in running.engine.aborted] == [deserted.id]
 
 
-async def test_what_a_stop_cannot_finish_another_worker_continues_at_once(ends, answers):
+async def test_requests_of_a_stopped_worker_continue_on_another_immediately(ends, answers):
     async with run_worker(ends, "first", mock=SLOW, drain_s=0.0) as first:
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 3)
         async with run_worker(ends, "second"):
             await first.stop()
-            async with asyncio.timeout(8.0):  # the lease is ten seconds
+            async with asyncio.timeout(8.0):  # shorter than the lease of ten seconds
                 events = await answers.end(request)
     assert isinstance(events[-1], Finished)
     assert len(token_ids(events)) == 200
     assert (await ends.queue.state(MODEL, request.id)).attempt == 2
 
 
-async def test_a_broken_engine_fails_nobody(ends, answers):
+async def test_a_broken_engine_fails_no_request(ends, answers):
     async with run_worker(ends, "first", mock=SLOW) as first:
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 2)
@@ -174,10 +174,10 @@ async def test_a_wedged_engine_loses_its_lease(ends, answers):
     assert len(token_ids(answers.events[request.id])) == 200
 
 
-async def test_a_step_of_a_claim_that_redis_lost_says_nothing_in_the_next(
+async def test_a_step_of_a_lost_claim_publishes_nothing_under_the_next_one(
     ends, answers, monkeypatch
 ):
-    """The replica that became the primary had not received it: the attempt's number is used again."""
+    """The replica that became the primary lacked the claim, so the number of the attempt is used again."""
     monkeypatch.setattr(shared.queue.worker, "CHECK_EVERY", 2)
     async with run_worker(ends, mock=SLOW) as running:
         running.engine.gate.clear()
@@ -193,7 +193,7 @@ async def test_a_step_of_a_claim_that_redis_lost_says_nothing_in_the_next(
     assert len(token_ids([*await events_of(ends.queue, request.id)])) == 200
 
 
-async def test_a_shard_that_was_down_gets_its_requests_back_from_the_same_worker(ends, answers):
+async def test_requests_of_a_shard_that_was_down_continue_on_the_same_worker(ends, answers):
     async with run_worker(ends, others=("other",), lease_s=0.6, mock=SLOW) as running:
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 2)
@@ -219,7 +219,7 @@ async def test_a_step_longer_than_the_lease_loses_nothing(ends, answers):
         assert a.worker.queues[""].num_fenced == b.worker.queues[""].num_fenced == 0
 
 
-async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
+async def test_a_request_on_its_last_attempt_runs_alone(ends, answers):
     suspect = await ends.enqueue()
     claim = await ends.claim(ends.worker("victim"))
     async with run_worker(ends, mock=SLOW, max_attempts=2) as running:
@@ -236,11 +236,11 @@ async def test_a_request_on_its_last_chance_runs_alone(ends, answers):
     order = [added.request_id.partition("@")[0] for added in running.engine.added]
     place = order.index(suspect.id)
     assert order[0] == bystander.id
-    assert running.engine.company[place:] == [0] * (3 - place)  # alone, and left alone
+    assert running.engine.company[place:] == [0] * (3 - place)  # it shares no step
 
 
 async def test_a_request_that_waits_to_run_alone_gets_no_crash_count(ends, answers):
-    """Three requests with a crash count of two run one by one, so only the first can have crashed this worker."""
+    """Three requests with a crash count of two run one at a time, so only the first can have crashed this worker."""
     suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(3)]
     claims = [await ends.claim(ends.worker("first")) for _ in suspects]
     second = ends.worker("second")
@@ -291,7 +291,7 @@ async def test_a_call_that_cannot_be_read_fails_with_the_reason_and_is_remembere
     assert await ends.redis.xlen(ends.keys.dead(MODEL)) == 1
 
 
-# Batch work
+# Batch requests
 
 
 def asking(num_tokens: int, priority: Priority = Priority.INTERACTIVE) -> Call:
@@ -306,7 +306,7 @@ def ended(answers: Answers) -> list[str]:
     return [event.request_id for event in answers.order if isinstance(event, Finished)]
 
 
-async def test_batch_work_makes_way_for_interactive_work_and_goes_on_where_it_was(ends, answers):
+async def test_batch_requests_are_preempted_and_later_continued(ends, answers):
     async with run_worker(ends, max_num_seqs=2, mock=SLOW) as running:
         long = [await ends.enqueue(batch(120)) for _ in range(2)]
         for request in long:
@@ -320,8 +320,8 @@ async def test_batch_work_makes_way_for_interactive_work_and_goes_on_where_it_wa
             assert len(token_ids(await answers.end(request))) == 120
 
 
-async def test_batch_work_is_not_overtaken_for_ever(ends, answers):
-    """Ten clients keep one slot busy; the batch request gets it after enough of their requests have overtaken it."""
+async def test_batch_requests_do_not_starve(ends, answers):
+    """Ten clients keep one slot busy; the batch request gets it after a limited number of their requests."""
     waiting = await ends.enqueue(batch(2))
 
     async def ask_on() -> None:
@@ -338,7 +338,7 @@ async def test_batch_work_is_not_overtaken_for_ever(ends, answers):
     assert ended(answers).index(waiting.id) >= OVERTAKES_PER_AGED
 
 
-async def test_a_second_stop_ends_at_once(ends, answers):
+async def test_a_second_stop_ends_immediately(ends, answers):
     async with run_worker(ends, mock=SLOW, drain_s=60.0) as running:
         request = await ends.enqueue(make_request(sampling=LONG))
         await answers.tokens(request, 1)
@@ -349,7 +349,7 @@ async def test_a_second_stop_ends_at_once(ends, answers):
     assert (await ends.queue.state(MODEL, request.id)).state == "queued"
 
 
-async def test_a_possible_poison_request_is_joined_once_it_is_cleared(ends, answers):
+async def test_other_requests_join_a_poison_request_once_it_is_cleared(ends, answers):
     suspects = [await ends.enqueue(make_request(sampling=LONG)) for _ in range(2)]
     claims = [await ends.claim(ends.worker("victim")) for _ in suspects]
     for claim in claims:

@@ -1,4 +1,4 @@
-"""Two real nodes on one Redis and one store; only their instances are not real processes."""
+"""Two real nodes on one Redis and one store. Only their instances are simulated."""
 
 import asyncio
 import threading
@@ -34,7 +34,7 @@ WITHIN_S = 30.0
 
 
 class FakeInstance:
-    """Ready at once, unless its package is among `failing` or `loading`; gone as soon as it is drained."""
+    """Is ready immediately, unless its package is in `failing` or `loading`; stops as soon as it is drained."""
 
     failing: ClassVar[set[str]] = set()
     loading: ClassVar[set[str]] = set()
@@ -67,7 +67,7 @@ class FakeInstance:
 
 
 class Machines:
-    """Nodes that run until they are killed."""
+    """Nodes that run until the test kills them."""
 
     def __init__(self, settings: Settings, store: FileStore, deployments: DeploymentState) -> None:
         self.settings, self.store, self.deployments = settings, store, deployments
@@ -83,7 +83,7 @@ class Machines:
         return agent
 
     async def kill(self, name: str) -> None:
-        """As after `kill -9`: the node sends nothing more."""
+        """Stops a node without cleanup, as `kill -9` does."""
         agent, task = self.running.pop(name)
         agent.tick = lambda: asyncio.sleep(3600)  # type: ignore[method-assign]
         task.cancel()
@@ -93,7 +93,7 @@ class Machines:
         return add(self.store, {"config.json": text.encode()})
 
     def deploy(self, digest: str, number: int = 1, **spec: Any) -> None:
-        """Into the store alone: nodes find it there."""
+        """Records a deployment in the store, where the nodes read it."""
         record_generation(self.store, Generation("n", number, digest, Spec(**spec)))
 
     async def wait(self, is_so: Callable[[App], Any]) -> App:
@@ -107,7 +107,7 @@ class Machines:
         return set(await self.deployments.nodes())
 
     async def active(self, name: str) -> dict[str, App] | None:
-        """All applications, once this one has a version that serves."""
+        """Returns all applications once the named one has an active version."""
         apps = await self.deployments.apps()
         return apps if name in apps and apps[name].active is not None else None
 
@@ -144,7 +144,7 @@ def nodes_of(app: App) -> list[str]:
     return sorted(slot.node for slot in app.slots if slot.state == "ready")
 
 
-async def test_an_instance_goes_where_it_fits_and_gets_what_it_was_promised(machines):
+async def test_an_instance_is_placed_where_it_fits_and_gets_its_gpu(machines):
     machines.start("small", cpu=1.0)
     machines.start("large", ["7"], cpu=4.0)
     machines.deploy(machines.add_package("{}"), min_instances=1, resources=Resources(cpu=2, gpu=1))
@@ -152,7 +152,7 @@ async def test_an_instance_goes_where_it_fits_and_gets_what_it_was_promised(mach
     assert nodes_of(app) == ["large"]
     [instance] = FakeInstance.all
     assert instance.gpus == ["7"]
-    # One more of the GPU is not there: the second waits, and nobody flaps.
+    # There is no second GPU, so the second slot waits and no instance is restarted.
     spec = Spec(min_instances=2, resources=Resources(cpu=2, gpu=1))
     record_generation(machines.store, Generation("n", 2, instance.digest, spec, "scale"))
     app = await machines.wait(lambda app: len(app.slots) == 2)
@@ -162,7 +162,7 @@ async def test_an_instance_goes_where_it_fits_and_gets_what_it_was_promised(mach
     assert len(FakeInstance.all) == 1
 
 
-async def test_instances_are_shared_out_and_a_slot_is_taken_once(machines):
+async def test_instances_are_spread_and_each_slot_is_claimed_once(machines):
     for name in ("one", "two", "three"):
         machines.start(name, cpu=2.0)
     machines.deploy(machines.add_package("{}"), min_instances=6, max_instances=6)
@@ -173,8 +173,8 @@ async def test_instances_are_shared_out_and_a_slot_is_taken_once(machines):
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-async def test_a_rollout_goes_on_when_the_node_that_starts_it_leaves(machines, is_killed):
-    """A node is killed, or stopped, while it loads the new version: the other node starts that instead."""
+async def test_a_rollout_continues_when_the_loading_node_leaves(machines, is_killed):
+    """A node is killed or stopped while it loads the new version; the other node loads it instead."""
     old, new = machines.add_package("{}"), machines.add_package("[]")
     machines.start("one", cpu=2.0)
     machines.deploy(old, min_instances=1)
@@ -208,7 +208,7 @@ async def test_a_rollout_goes_on_when_the_node_that_starts_it_leaves(machines, i
 
 @asynccontextmanager
 async def nothing_freed_or_loaded_twice(machines: Machines) -> AsyncIterator[None]:
-    """By two nodes with four instances, whatever happens in the block."""
+    """Runs the block with two nodes and four instances, and checks them afterwards."""
     machines.start("one", cpu=2.0)
     machines.start("two", cpu=2.0)
     machines.deploy(machines.add_package("{}"), min_instances=4, resources=Resources(cpu=1))
@@ -243,7 +243,7 @@ async def test_a_redis_that_pauses_frees_no_slot_and_loads_nothing_twice(machine
     pause_s = 2 * agents.RECORD_TTL_S
     async with nothing_freed_or_loaded_twice(machines):
         await redis.execute_command("CLIENT", "PAUSE", round(1000 * pause_s))
-        await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # the fault, and until records end
+        await asyncio.sleep(pause_s + agents.RECORD_TTL_S)  # until node records expire
 
 
 async def test_an_instance_that_is_stopped_does_not_finish_its_download():
@@ -281,7 +281,7 @@ async def test_a_request_to_a_version_that_cannot_start_fails(machines, redis, r
     await queue.close()
 
 
-async def test_a_shard_that_is_down_holds_up_no_rollout(machines):
+async def test_a_shard_that_is_down_blocks_no_rollout(machines):
     node = machines.start("one")
     node._queue.fail_all = AsyncMock(side_effect=QueueUnavailable("the shard is down"))
     bad, good = machines.add_package("{}"), machines.add_package("[]")
@@ -315,7 +315,9 @@ async def test_requests_of_other_workers_do_not_fail_as_nodes_retire(machines, r
 
 
 @pytest.mark.parametrize("is_collected", [False, True])
-async def test_a_failing_version_goes_back_unless_the_earlier_one_is_gone(machines, is_collected):
+async def test_a_failing_version_is_rolled_back_unless_the_earlier_one_is_gone(
+    machines, is_collected
+):
     machines.start("one")
     for number, text in enumerate(("{}", "[]"), 1):
         machines.deploy(machines.add_package(text), number, min_instances=1, retry_limit=0)
@@ -328,7 +330,7 @@ async def test_a_failing_version_goes_back_unless_the_earlier_one_is_gone(machin
     assert ("deployments/n/00000003.json" in keys) is not is_collected
 
 
-async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked_after(
+async def test_records_of_a_newer_release_are_kept_and_other_apps_managed(
     machines, redis_prefix, monkeypatch
 ):
     monkeypatch.setattr(agents, "UNKNOWN_S", 0.0)
@@ -350,7 +352,7 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
     assert instance.state == "ready"
     assert await redis.hget(key, "n") == record
     await redis.aclose()
-    instance.state = "failed"  # nodes that can read the record have recorded it
+    instance.state = "failed"  # as recorded by nodes that can read the record
 
     async def is_forgotten() -> bool:
         [record] = (await machines.deployments.nodes()).values()
@@ -359,7 +361,7 @@ async def test_what_a_newer_version_recorded_is_left_alone_and_others_are_looked
     await until(is_forgotten)
 
 
-async def test_those_with_damaged_records_go_on_and_others_are_looked_after(machines, caplog):
+async def test_apps_with_damaged_records_keep_running_and_others_are_managed(machines, caplog):
     node = machines.start("one")
     digest = machines.add_package("{}")
     machines.deploy(digest, min_instances=1, retry_limit=0)
@@ -370,7 +372,7 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
     now = await machines.deployments.now()
     await machines.deployments.put(None, rollout.admit(App("a"), unsettled, now))
     [instance] = FakeInstance.all
-    instance.state = "failed"  # it has to go back, and its history cannot be read
+    instance.state = "failed"  # a rollback is due, but the history is unreadable
     after = await machines.wait(lambda app: nodes_of(app) and app.slots != before.slots)
     assert after.active.num_failed == 1
     record_generation(machines.store, Generation("z", 1, digest, Spec(min_instances=1)))
@@ -379,4 +381,4 @@ async def test_those_with_damaged_records_go_on_and_others_are_looked_after(mach
     for _ in range(3):
         await node.tick()
     said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert len(said) == len(set(said)) > 1  # not with every look
+    assert len(said) == len(set(said)) > 1  # not logged at every tick

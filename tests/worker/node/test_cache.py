@@ -1,4 +1,4 @@
-"""A node's cache: packages in use stay; of the others, the least recently used is removed first."""
+"""A node's cache: packages in use are kept; of the others, the least recently used is removed first."""
 
 import os
 from pathlib import Path
@@ -10,11 +10,11 @@ from worker.node.cache import Cache, Uses
 from worker.node.install import install
 
 SHARED = b"shared" * 100
-SIZE = 1000  #: of each version's own file
+SIZE = 1000  #: : bytes of the file that only one version has
 
 
 def version(store: FileStore, name: str) -> str:
-    """A package that shares a file with all others."""
+    """Adds a package that shares a file with all others; returns its digest."""
     return add(store, {"config.json": SHARED, "own.json": name.encode() * SIZE})
 
 
@@ -25,7 +25,7 @@ def run(store: FileStore, cache: Cache, name: str) -> Uses:
 
 
 def ages(cache: Cache, *names: Path) -> None:
-    """They were used in this order, long ago: file systems keep time in steps."""
+    """Marks the packages as used long ago in this order, because timestamps of file systems are coarse."""
     for number, folder in enumerate(names):
         os.utime(f"{folder}.lock", (number, number))
 
@@ -42,21 +42,21 @@ def blobs(cache: Cache) -> set[str]:
     return {f"sha256:{path.name}" for path in (cache.folder / "blobs").iterdir()}
 
 
-def test_the_least_recently_used_make_room(store, tmp_path):
+def test_the_least_recently_used_package_is_removed(store, tmp_path):
     cache = Cache(tmp_path / "cache", len(SHARED) + 3 * SIZE)
     for name in "abc":
         run(store, cache, name).close()
     ages(cache, *(folder(store, cache, name) for name in "abc"))
-    run(store, cache, "a").close()  # again
+    run(store, cache, "a").close()  # used again
     run(store, cache, "d").close()
     assert kept(store, cache, "abcd") == "acd"
     assert blobs(cache) == {digest_of(SHARED), *(digest_of(n.encode() * SIZE) for n in "acd")}
-    assert len(list((cache.folder / "packages").iterdir())) == 6  # each with its lock
-    run(store, cache, "b").close()  # comes back
+    assert len(list((cache.folder / "packages").iterdir())) == 6  # three, each with a lock
+    run(store, cache, "b").close()  # fetched again
     assert (folder(store, cache, "b") / "own.json").read_bytes() == b"b" * SIZE
 
 
-def test_what_runs_is_never_removed_and_goes_when_it_has_ended(store, tmp_path):
+def test_a_running_package_is_removed_only_after_it_ended(store, tmp_path):
     cache = Cache(tmp_path / "cache", 1)
     first, second = run(store, cache, "a"), run(store, cache, "a")
     run(store, cache, "b").close()
@@ -71,7 +71,7 @@ def test_what_runs_is_never_removed_and_goes_when_it_has_ended(store, tmp_path):
     assert blobs(cache) == {digest_of(SHARED), digest_of(b"d" * SIZE)}
 
 
-def test_what_an_application_imports_is_counted_and_goes_too(store, tmp_path):
+def test_packages_that_an_application_imports_are_counted_and_removed(store, tmp_path):
     cache = Cache(tmp_path / "cache", 10 * SIZE)
     uses, environment = Uses(), cache.folder / "environments" / "e"
     uses.add(environment)

@@ -1,4 +1,4 @@
-"""The environment of a node's children: no credential of the node or of the cloud reaches a worker."""
+"""Environments of a node's child processes: no credential of the node or of the cloud reaches a worker."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def cloud(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("groups", [WORKER_GROUPS, SEARCH_GROUPS, GATEWAY_GROUPS])
-def test_a_child_inherits_listed_variables_alone(cloud, groups):
+def test_a_child_inherits_only_listed_variables(cloud, groups):
     found = child_environment(load_settings(), groups)
     assert not [value for value in found.values() if "canary" in value]
     assert KEPT.items() <= found.items()
@@ -58,14 +58,14 @@ def test_a_child_inherits_listed_variables_alone(cloud, groups):
         ("az://bucket", "AZURE_CLIENT_SECRET"),
     ],
 )
-def test_a_gateway_gets_the_credentials_of_its_store_alone(cloud, store, name):
+def test_a_gateway_gets_only_the_credentials_of_its_store(cloud, store, name):
     settings = load_settings(deploy={"store": store})
     found = child_environment(settings, GATEWAY_GROUPS)
     assert {each for each, value in found.items() if "canary" in value} == {name}
     assert name not in child_environment(settings, WORKER_GROUPS)
 
 
-def test_pip_alone_gets_its_index(monkeypatch):
+def test_only_pip_gets_the_index_url(monkeypatch):
     monkeypatch.setenv("PIP_INDEX_URL", "https://user:password@index")
     assert "PIP_INDEX_URL" not in plain_environment()
     assert "PIP_INDEX_URL" in plain_environment(prefixes=("PIP_",))
@@ -131,7 +131,7 @@ def test_a_worker_of_a_node_has_its_own_redis_user_and_the_nodes_metrics(redis_p
             users = {each["user"] for each in admin.client_list()}
             children = psutil.Process(node.pid).children(recursive=True)
             workers = [each for each in children if "worker" in each.cmdline()]
-            if os.geteuid() == 0:  # for others it is hidden
+            if os.geteuid() == 0:  # other users cannot read environments
                 seen = [value for each in workers for value in each.environ().values()]
                 assert workers
                 assert not [v for v in seen if "canary" in v or PASSWORDS["node"] in v]

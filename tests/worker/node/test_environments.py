@@ -1,4 +1,4 @@
-"""Python packages of an application: from its own wheels, by its lock file, without network access."""
+"""Python packages of an application: installed from its own wheels, by its lock file, without network access."""
 
 import base64
 import hashlib
@@ -66,7 +66,7 @@ def make_package(folder: Path, word: str, lock: str | None = None) -> Manifest:
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_it_has_what_its_lock_names_and_nothing_of_the_worker(tmp_path, isolation):
+def test_an_environment_has_the_locked_packages_and_none_of_the_worker(tmp_path, isolation):
     manifest = make_package(tmp_path / "package", "hello")
     packages = make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
     assert packages is not None
@@ -91,15 +91,15 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["-r /x", "a @ file:///a.zip", "./a", "# \\\n-e .", "-i h://${X}"])
-def test_a_lock_names_packages_of_an_index_alone(tmp_path, line):
-    """Otherwise pip reads files of the node, or builds sources."""
+def test_a_lock_can_only_name_packages_of_an_index(tmp_path, line):
+    """A lock with other lines is refused, because pip would read files of the node or build sources."""
     manifest = make_package(tmp_path / "package", "hello", line + "\n")
     with pytest.raises(InstallError, match="write NAME==VERSION"):
         make_packages(manifest, tmp_path / "package", cache=Cache(tmp_path / "cache"))
 
 
-def test_an_installation_that_is_not_needed_any_more_ends_at_once(tmp_path, monkeypatch):
-    """Of a package without the wheel, for which pip asks an index that never answers."""
+def test_an_unneeded_installation_is_stopped_immediately(tmp_path, monkeypatch):
+    """The wheel is missing, so pip contacts an index that never responds."""
     manifest, uses = make_package(tmp_path / "package", "hello"), Uses()
     manifest = replace(manifest, layers=manifest.layers[:2])
     with socket.create_server(("127.0.0.1", 0)) as index, ThreadPoolExecutor(1) as threads:

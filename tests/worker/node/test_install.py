@@ -1,4 +1,4 @@
-"""A node verifies every byte of a package again, and unpacks nothing outside its folder."""
+"""A node verifies every byte of a package and unpacks nothing outside its folder."""
 
 import io
 import os
@@ -29,7 +29,7 @@ def add(store: FileStore, files: dict[str, bytes], **engine: str) -> str:
 
 
 class Recorded(FileStore):
-    """Keeps the keys of the blobs that were read, with the places from which."""
+    """A store that records the keys of the blobs that are read, each with its start offset."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -40,7 +40,7 @@ class Recorded(FileStore):
         return super().stream(key, start)
 
 
-def test_what_two_versions_share_is_fetched_and_hashed_once(store, tmp_path, monkeypatch):
+def test_a_blob_shared_by_two_versions_is_fetched_and_hashed_once(store, tmp_path, monkeypatch):
     install(store, add(store, FILES), Cache(tmp_path / "cache"))
     recorded, cache, new = Recorded(store.root), Cache(tmp_path / "cache"), b'{"new": 1}'
     changed = add(store, {**FILES, "config.json": new})
@@ -54,7 +54,7 @@ WEIGHTS = "sub/weights.safetensors"
 
 
 def overwrite(path: Path) -> None:
-    """Of the same length, with the times of before."""
+    """Changes the first byte of a file, and keeps its size and timestamps."""
     before = path.stat()
     path.chmod(0o644)
     path.write_bytes(b"W" + path.read_bytes()[1:])
@@ -87,12 +87,12 @@ def test_a_cached_package_that_changed_is_installed_again(store, tmp_path, tampe
 def test_a_cached_blob_that_was_changed_is_fetched_again(store, tmp_path):
     cache = Cache(tmp_path / "cache")
     _, folder = install(store, add(store, FILES), cache)
-    overwrite(folder / WEIGHTS)  # and with it the blob
+    overwrite(folder / WEIGHTS)  # the hard-linked blob changes too
     _, other = install(store, add(store, {**FILES, "config.json": b'{"new": 1}'}), cache)
     assert (other / WEIGHTS).read_bytes() == FILES[WEIGHTS]
 
 
-def test_no_other_user_writes_to_a_package(store, tmp_path):
+def test_no_other_user_can_write_to_a_package(store, tmp_path):
     before = os.umask(0)
     try:
         _, folder = install(store, add(store, FILES), Cache(tmp_path / "cache"))
@@ -113,14 +113,14 @@ def test_no_other_user_writes_to_a_package(store, tmp_path):
         (lambda data: data + b"x", "more bytes"),
     ],
 )
-def test_a_blob_that_was_cut_or_changed_is_refused_by_its_name(store, tmp_path, damage, says):
+def test_a_truncated_or_changed_blob_is_refused_by_name(store, tmp_path, damage, says):
     digest, data = add(store, FILES), FILES["sub/weights.safetensors"]
     (store.root / blob_key(digest_of(data))).write_bytes(damage(data))
     with pytest.raises(InstallError, match=rf"sub/weights\.safetensors: .*{says}"):
         install(store, digest, Cache(tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("packages/*"))
     assert not list((tmp_path / "cache").rglob("*.part"))
-    store.put(digest_of(data), io.BytesIO(data))  # mended
+    store.put(digest_of(data), io.BytesIO(data))  # the blob is repaired
     install(store, digest, Cache(tmp_path / "cache"))
 
 
@@ -144,14 +144,14 @@ CODE = {"kind": "application", "command": '["bin/run"]', "isolation": "none"}
         ({"notes.json": b"{}"}, {"kind": "torch"}, r"config\.json is missing"),
     ],
 )
-def test_what_no_package_may_hold_is_refused(store, tmp_path, files, engine, says):
+def test_invalid_packages_are_refused(store, tmp_path, files, engine, says):
     with pytest.raises(InstallError, match=says):
         install(store, add(store, files, **engine), Cache(tmp_path / "cache"))
     assert not list(tmp_path.rglob("evil"))
     assert not list((tmp_path / "cache").glob("packages/*"))
 
 
-def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, monkeypatch):
+def test_a_disk_that_is_too_small_is_refused_before_the_fetch(store, tmp_path, monkeypatch):
     digest = add(store, FILES)
     usage = os.statvfs(tmp_path)
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("U", (), {"free": 10, "u": usage})())
@@ -160,10 +160,10 @@ def test_a_disk_that_is_too_small_is_told_before_it_is_full(store, tmp_path, mon
 
 
 @pytest.mark.parametrize("code", [-signal.SIGKILL, 1])
-def test_a_fetch_that_was_killed_or_stopped_goes_on_where_it_was(store, tmp_path, code):
-    """Between two pieces; the blobs that were whole are not fetched again, nor is the part."""
+def test_an_interrupted_fetch_is_resumed(store, tmp_path, code):
+    """The kill happens between two pieces. Neither complete blobs nor the fetched pieces are fetched again."""
     cache = tmp_path / "cache"
-    install(store, add(store, FILES), Cache(cache))  # so only one blob is under way at the kill
+    install(store, add(store, FILES), Cache(cache))  # leaves one blob to fetch
     weights = os.urandom(3 * PIECE_BYTES)
     digest = add(store, {**FILES, "sub/weights.safetensors": weights})
     arguments = (store, digest, Cache(cache), code)

@@ -1,4 +1,4 @@
-"""A node that has to isolate applications, and cannot."""
+"""Isolation of applications is required, but the node has no working sandbox."""
 
 from pathlib import Path
 

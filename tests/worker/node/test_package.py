@@ -1,4 +1,4 @@
-"""A worker that fetches its package by itself, as a real process."""
+"""A worker process that fetches its package itself."""
 
 import os
 import subprocess
@@ -65,7 +65,7 @@ async def test_a_worker_serves_the_version_of_its_package_until_it_is_stopped(
         ({"VLM_DEPLOY__ENVIRONMENT": '{"secrets":{"A":"t"}}'}, "has no secret t"),
     ],
 )
-def test_a_package_that_cannot_be_had_ends_a_worker_with_one_line(store, tmp_path, variables, says):
+def test_an_unavailable_package_ends_a_worker_with_one_line(store, tmp_path, variables, says):
     with started(tmp_path, f"cap@{add(store, FILES)}", **variables) as process:
         _, errors = process.communicate(timeout=200)
     assert process.returncode == os.EX_CONFIG

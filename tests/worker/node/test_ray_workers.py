@@ -1,4 +1,4 @@
-"""Each Ray actor asks for the GPUs that its worker uses. `tests/faults/test_ray_long.py` has a real cluster."""
+"""Each Ray actor requests the GPUs that its worker uses. `tests/faults/test_ray_long.py` uses a real cluster."""
 
 import asyncio
 import os
@@ -17,23 +17,23 @@ from worker.node.ray_workers import RayWorkers, num_gpus
     ("engine", "num_there", "expected"),
     [
         ({"kind": "vllm", "tensor_parallel": 4}, 8.0, 4),
-        ({"kind": "vllm", "tensor_parallel": 4}, 0.0, 4),  # a node with GPUs may join
+        ({"kind": "vllm", "tensor_parallel": 4}, 0.0, 4),  # a node with GPUs can join
         ({"kind": "sglang", "tensor_parallel": 2, "url": "http://gpu:30000"}, 8.0, 0),
         ({"kind": "torch"}, 8.0, 1),
         ({"kind": "torch", "device": "cpu"}, 8.0, 0),
         ({"kind": "mock"}, 8.0, 0),
     ],
 )
-def test_an_actor_asks_for_its_gpus(engine: dict[str, Any], num_there: float, expected: float):
+def test_an_actor_requests_its_gpus(engine: dict[str, Any], num_there: float, expected: float):
     assert num_gpus(make_settings(**engine), num_there) == expected
 
 
-async def test_workers_that_end_early_do_not_keep_others_from_draining():
+async def test_workers_that_end_early_do_not_prevent_others_from_draining():
     def start(_: dict[str, str]) -> SimpleNamespace:
         async def drain() -> None:
             drained.append(ended)
             ended.set()
-            await asyncio.sleep(0.02)  # while the worker ends
+            await asyncio.sleep(0.02)  # until the worker ends
 
         ended = asyncio.Event()
         calls = {"__ray_ready__": lambda: asyncio.sleep(0), "wait": ended.wait, "drain": drain}

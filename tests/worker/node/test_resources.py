@@ -1,4 +1,4 @@
-"""Every worker of a machine has GPUs of its own, and an instance the memory that it was promised."""
+"""Resources of workers: each has its own GPUs, and an instance has the memory that it requested."""
 
 import subprocess
 import sys
@@ -21,11 +21,11 @@ def make_settings(**engine: object) -> Settings:
     ("named", "expected"),
     [("0,1,2", ["0", "1", "2"]), ("3, GPU-8a2f", ["3", "GPU-8a2f"]), ("2,-1,3", ["2"]), ("", [])],
 )
-def test_gpus_are_those_that_the_variable_names(named: str, expected: list[str]) -> None:
+def test_gpus_are_read_from_cuda_visible_devices(named: str, expected: list[str]) -> None:
     assert find_gpus({"CUDA_VISIBLE_DEVICES": named}) == expected
 
 
-def test_without_the_variable_gpus_are_those_of_the_machine(tmp_path: Path) -> None:
+def test_without_the_variable_all_gpus_of_the_machine_are_used(tmp_path: Path) -> None:
     for name in ("nvidia10", "nvidia0", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert find_gpus({}, tmp_path) == ["0", "2", "10"]
@@ -49,7 +49,7 @@ ALL = "0,1,2,3,4,5,6,7"
         ("4,5", {"kind": "mock"}, ["4,5", "4,5"]),
     ],
 )
-def test_workers_have_gpus_of_their_own_as_far_as_there_are(
+def test_workers_have_their_own_gpus_while_there_are_enough(
     monkeypatch: pytest.MonkeyPatch, named: str, engine: dict[str, str], expected: list[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
@@ -77,7 +77,7 @@ input()
 """
 
 
-def test_what_a_process_and_its_children_hold_without_the_pages_of_files(tmp_path: Path):
+def test_memory_of_a_process_tree_excludes_file_pages(tmp_path: Path):
     (tmp_path / "weights").write_bytes(b"x" * 60_000_000)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "weights")],
@@ -94,7 +94,7 @@ def test_what_a_process_and_its_children_hold_without_the_pages_of_files(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["memory.max", "memory/memory.limit_in_bytes"])
-def test_a_container_has_no_more_than_it_may_use(tmp_path: Path, name: str):
+def test_the_memory_limit_of_a_container_is_read(tmp_path: Path, name: str):
     total = psutil.virtual_memory().total
     assert room_bytes(tmp_path) == total
     (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Secrets of a node, and how it passes them to a single process."""
+"""Secrets of a node, and how it passes them to one process."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def secrets(tmp_path: Path, monkeypatch) -> Secrets:
     return Secrets(NodeSettings(secrets_dir=str(tmp_path), secrets=("OWN", "both", "GONE")))
 
 
-def test_files_and_the_variables_that_are_named_are_secrets(secrets: Secrets):
+def test_files_and_named_variables_are_secrets(secrets: Secrets):
     assert secrets.names == ("OWN", "both", "empty", "nul", "token")
     wanted = Environment({"P": "1"}, {"A": "token", "B": "both", "C": "OWN", "D": "empty"})
     found = secrets.read(wanted)
@@ -33,7 +33,7 @@ def test_files_and_the_variables_that_are_named_are_secrets(secrets: Secrets):
 
 
 @pytest.mark.parametrize("name", ["OTHER", "GONE", "folder", "itself", "nul", "nothing"])
-def test_what_is_no_secret_of_the_node_is_missing_by_its_name(secrets: Secrets, name: str):
+def test_an_unknown_secret_is_reported_by_name(secrets: Secrets, name: str):
     with pytest.raises(SecretMissing, match=name):
         secrets.read(Environment(secrets={"A": name}))
 
@@ -43,7 +43,7 @@ def test_a_folder_that_is_not_there_is_refused_at_start(tmp_path):
         Secrets(NodeSettings(secrets_dir=str(tmp_path / "none")))
 
 
-def test_variables_are_read_once_and_leave_nothing_open(secrets: Secrets):
+def test_secrets_are_read_once_and_leave_no_open_file(secrets: Secrets):
     given = secrets.read(Environment({"P": "1"}, {"A": "token"}))
     number = hand_over(given)
     assert os.fstat(number).st_nlink == 0

@@ -1,4 +1,4 @@
-"""`vlm serve`: processes and screen for its settings, and the wait for a gateway that starts."""
+"""`vlm serve`: the processes and the output for its settings, and the wait for the gateway."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from worker.node.serve import create_node, run_node, show_screen, tell_apart, wa
 from worker.node.supervisor import Child, Node, NodeError, start_process
 
 
-def test_another_model_has_a_worker_of_its_own_on_the_cpu():
+def test_a_model_of_also_has_its_own_worker_on_the_cpu():
     settings = make_settings(kind="mock")
     settings = settings.model_copy(update={"worker": WorkerSettings(lora=("a=/adapters/a",))})
     node = create_node(settings, 2, also=["shapes-clip"])
@@ -33,14 +33,14 @@ async def test_a_process_imports_nothing_from_the_working_directory(tmp_path, mo
     (tmp_path / "vlm.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     process = await start_process("vlm", "worker", environment=dict(os.environ))
-    assert await process.wait() == os.EX_CONFIG  # without the URL of Redis
+    assert await process.wait() == os.EX_CONFIG  # because the URL of Redis is missing
 
 
 def listed(name: str, num_workers: int = 1, **more: str) -> dict[str, object]:
     return {"id": name, "num_workers": num_workers, "parent": None, **more}
 
 
-#: Entries of `/v1/models` that are no model of this start: deployed, an adapter, and one that ran yesterday.
+#: Entries of `/v1/models` that this start did not add: a deployment, an adapter, and a model of yesterday.
 OTHERS = [
     listed("app@1f2e3d4c5b6a", package="app@sha256:1f2e3d4c5b6a"),
     listed("app", parent="app@1f2e3d4c5b6a", package="app@sha256:1f2e3d4c5b6a"),
@@ -50,7 +50,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_the_screen_asks_about_an_image_only_a_model_that_takes_one(sees, capsys):
+def test_the_example_has_an_image_only_if_the_model_accepts_images(sees, capsys):
     show_screen(make_settings(), {"id": "one", "tasks": ["generate"], "supports_images": sees}, 1)
     screen = capsys.readouterr().err
     assert (" --image " in screen, "image_url" in screen) == (sees, sees)
@@ -60,17 +60,17 @@ def test_the_screen_asks_about_an_image_only_a_model_that_takes_one(sees, capsys
         assert isinstance(message["content"], str)
 
 
-def test_the_model_of_the_engine_is_told_from_those_of_also():
+def test_the_model_of_the_engine_is_distinguished_from_those_of_also():
     clip, mock = ({"id": name, "tasks": ["embed"]} for name in ("shapes-clip", "mock-embeddings"))
     assert tell_apart([clip, mock], ["shapes-clip"]) == (mock, [clip])
 
 
 @pytest.mark.parametrize("num_models", [1, 2])
-async def test_a_gateway_that_cannot_list_its_models_yet_is_asked_again(num_models, monkeypatch):
+async def test_a_gateway_that_cannot_list_its_models_yet_is_polled_again(num_models, monkeypatch):
     one, two = listed("one"), listed("two")
     answers = [(503, []), (200, OTHERS), (200, [*OTHERS, one]), (200, [one, *OTHERS, two])]
     answers = answers[: num_models + 2]
-    searches = [503, *(200 for _ in answers)]  # the search process starts meanwhile
+    searches = [503, *(200 for _ in answers)]  # the search process is starting
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/vector_stores":
@@ -105,7 +105,7 @@ def test_two_models_of_one_name_are_refused(engine, also, is_refused):
         assert len(create_node(settings, 1, also=also).children) == 3
 
 
-async def test_a_gateway_with_a_root_key_alone_lists_its_models_for_the_node(monkeypatch):
+async def test_a_gateway_with_only_a_root_key_accepts_a_key_of_the_node(monkeypatch):
     def stop(settings, *_, **__):
         gateways.append(settings.gateway)
         raise NodeError("")
@@ -118,7 +118,7 @@ async def test_a_gateway_with_a_root_key_alone_lists_its_models_for_the_node(mon
     assert await KeyRing(gateways[0]).authenticate([(b"authorization", f"Bearer {key}".encode())])
 
 
-async def test_a_process_that_never_starts_ends_the_node_after_three_tries():
+async def test_a_process_that_fails_to_start_three_times_ends_the_node():
     never = asyncio.Event()
     worker = Child("worker 1", ["worker", "--no-such-option"], dict(os.environ))
     node = Node([worker], never.wait, stop_within_s=5.0)

@@ -1,4 +1,4 @@
-"""A warm process becomes the worker that it is told to be, or ends with its node."""
+"""A warm process becomes a worker with the environment that it receives, or ends with its node."""
 
 import os
 
@@ -22,7 +22,7 @@ async def test_a_warm_process_becomes_a_worker_with_the_given_environment(standb
     told = {**os.environ, "VLM_LOGS__LEVEL": "info", "VLM_ENGINE__KIND": "mock", "VLM_NO_SUCH": "1"}
     process = await warm.become(told)
     _, said = await process.communicate()
-    assert process.returncode == os.EX_CONFIG  # it has read what it was told
+    assert process.returncode == os.EX_CONFIG  # the received setting is refused
     assert b"VLM_NO_SUCH" in said
 
 

@@ -1,4 +1,4 @@
-"""Untrusted audio becomes one channel at the requested rate, or an error; the next file is decoded either way."""
+"""Untrusted audio is decoded to one channel at the requested rate, or refused. The next file is decoded either way."""
 
 import io
 from contextlib import closing, suppress
@@ -33,8 +33,8 @@ def named(pool: VideoPool, name: str) -> tuple[AudioInfo, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", [name for name in SOUNDS if name not in BAD])
-def test_samples_are_those_that_were_written(pool: VideoPool, name: str):
-    """The best shift is looked for, as codecs add some silence in front."""
+def test_decoded_samples_equal_the_encoded_ones(pool: VideoPool, name: str):
+    """The best shift is searched for because codecs prepend some silence."""
     info, samples = named(pool, name)
     assert info.length_s == pytest.approx(2.0, abs=0.1)
     assert len(samples) / RATE == pytest.approx(2.0, abs=0.1)
@@ -57,7 +57,7 @@ def test_bad_audio_is_refused_in_a_sentence_and_the_next_file_is_decoded(
 
 
 def test_audio_longer_than_its_header_says_is_refused_by_its_samples():
-    """Its packets have no timestamps, so the limit is enforced on the decoded samples."""
+    """The packets have no timestamps, so the limit is enforced on the decoded samples."""
     with closing(VideoPool(1, make_group(LimitSettings, max_audio_s=1.0))) as small:
         with pytest.raises(InvalidImage, match="send at most 1 s"):
             named(small, "aac")
@@ -91,7 +91,7 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
     joined = np.concatenate(parts)
     assert abs(len(joined) - len(whole)) <= 2 * len(parts)
     num = min(len(joined), len(whole))
-    assert np.abs(joined[:num] - whole[:num]).max() < 0.2  # a pause that moved is 0.3 off
+    assert np.abs(joined[:num] - whole[:num]).max() < 0.2  # the difference is 0.3 if a pause moves
 
 
 @takes_its_time
@@ -101,7 +101,7 @@ def test_segments_end_in_pauses_and_join_to_the_whole(
     edits=EDITS,
     start_s=st.sampled_from([0.0, 0.5, 1.5]),
 )
-@example("flac", [(0, 0), (17903, 27)], 0.5)  # the times of its frames overlap
+@example("flac", [(0, 0), (17903, 27)], 0.5)  # frame times overlap
 def test_audio_of_changed_bytes_is_refused_or_decoded(
     pool: VideoPool, name: str, edits: list[tuple[int, int]], start_s: float
 ):

@@ -1,4 +1,4 @@
-"""Hostile images: each is refused by the gateway or in a child process, or decoded as image viewers do."""
+"""Hostile images: the gateway or a child process refuses them, or they are decoded as by image viewers."""
 
 import base64
 import os
@@ -47,14 +47,14 @@ def children() -> set[int]:
 
 
 async def admit(data: bytes) -> tuple[int, int]:
-    """The size of an image that the gateway lets in. Raises: InvalidRequest."""
+    """Returns the size of an image that the gateway accepts. Raises: InvalidRequest."""
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     [image] = await load(ImageSource(url, "p"))
     return image.ref.width, image.ref.height
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-async def test_an_image_has_the_end_that_is_written_beside_it(pool: DecoderPool, case: Case):
+async def test_each_image_has_the_outcome_of_its_case(pool: DecoderPool, case: Case):
     data = case.make()
     if case.door is not None:
         with pytest.raises(InvalidRequest) as raised:
@@ -73,7 +73,7 @@ async def test_an_image_has_the_end_that_is_written_beside_it(pool: DecoderPool,
         if case.pixel is not None:
             found = image.getpixel((0, 0))
             assert all(abs(a - b) <= 3 for a, b in zip(found, case.pixel, strict=True)), found  # type: ignore[arg-type]
-    assert pool.decode(encoded(), SIZE).size == SIZE  # the next one is none the worse
+    assert pool.decode(encoded(), SIZE).size == SIZE  # the next image is decoded as usual
 
 
 @takes_its_time
@@ -100,7 +100,7 @@ def test_an_image_beyond_the_limits_is_refused_and_its_memory_is_freed():
         assert pool.decode(encoded(), SIZE).size == SIZE
 
 
-def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
+def test_a_child_that_dies_fails_one_image(pool: DecoderPool):
     pool.decode(encoded(), SIZE)
     [victim] = children()
     os.kill(victim, signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_a_child_that_dies_costs_one_image(pool: DecoderPool):
     assert victim not in children()
 
 
-def test_a_child_that_hangs_costs_one_image():
+def test_a_child_that_hangs_fails_one_image():
     before = children()
     with closing(DecoderPool(1, 100_000, 10_000, max_cpu_s=1.0)) as pool:
         pool.decode(encoded(), SIZE)
@@ -122,7 +122,7 @@ def test_a_child_that_hangs_costs_one_image():
     assert children() == before
 
 
-def test_a_child_knows_no_secrets_and_is_confined(monkeypatch):
+def test_a_child_has_no_secrets_and_is_confined(monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-secret")
     fresh = DecoderPool(1, 100_000, 10_000, max_cpu_s=5.0)
     before = children()
@@ -137,7 +137,7 @@ def test_a_child_knows_no_secrets_and_is_confined(monkeypatch):
     assert child not in children()
 
 
-#: What a hostile image that has taken over its decoder might do; each prints the error that it gets.
+#: Attempts of an image that has taken over its decoder; each prints the error that it gets.
 BREAKOUT = """
 import ctypes, os, socket, subprocess, sys
 from engines.child_process import confine
@@ -174,7 +174,7 @@ def test_a_confined_process_opens_no_file_and_no_socket():
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_memory_beyond_the_limit_is_not_given():
+def test_memory_beyond_the_limit_is_not_allocated():
     small = DecoderPool(1, 90_000_000, -15_000_000, max_cpu_s=5.0)
     with closing(small), pytest.raises(InvalidImage):
         small.decode(encoded(size=(6000, 5000)), (6000, 5000))
@@ -187,4 +187,4 @@ def test_a_child_is_replaced_after_many_images(monkeypatch):
         for _ in range(4):
             pool.decode(encoded(), SIZE)
             seen |= children() - before
-    assert len(seen) == 3  # the last has nothing to do yet
+    assert len(seen) == 3  # the last child has no image yet

@@ -1,4 +1,4 @@
-"""Videos and audio are fetched and decoded once: what a cache entry is, and segments for any engine that takes audio."""
+"""Videos and audio are fetched and decoded once: keys of cache entries, and segments for engines that accept audio."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -45,7 +45,7 @@ def digest_of(name: str) -> str:
 
 
 class Store:
-    """Stands in for the blobs: clips, and a recording, by the digest of their name."""
+    """Stands in for the blob store: clips and a recording, by the digest of their name."""
 
     num_fetched = 0
 
@@ -72,7 +72,7 @@ def max_audio_s() -> float:
 def preprocessor(
     store: Store, max_audio_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Preprocessor]:
-    """Of an engine that has no tokenizer."""
+    """The preprocessor of an engine without a tokenizer."""
     engine = create_engine({"kind": "mock"}).engine
     own = replace_fields(engine.capabilities(), tasks=("generate",), max_audio_s=max_audio_s)
     monkeypatch.setattr(engine, "capabilities", lambda: own)
@@ -100,7 +100,7 @@ async def video(
     preprocessor: Preprocessor, *, name: str = "mp4", max_pixels: int = 0, tenant: str = "a", text: str = "?",
     **options: Any,
 ) -> str:  # fmt: skip
-    """The hash of a video that is chosen by these options."""
+    """Prepares a video with these options; returns its hash."""
     video = VideoOptions(**options)
     ref = ImageRef(digest_of(name), 1, CLIPS[name][1], 0, 0, 0, max_pixels, video)
     return (await prepare(preprocessor, ref, tenant=tenant, text=text)).image_hash
@@ -111,11 +111,11 @@ def finding(name: str = "recording") -> Call:
     return replace(call, task=Tokenize(call.task, finds_segments=True))  # type: ignore[arg-type]
 
 
-async def test_the_same_frames_of_a_file_are_one_video_whatever_is_asked(preprocessor):
+async def test_equal_frames_of_a_file_have_one_hash_for_any_options(preprocessor):
     first = await video(preprocessor, num_frames=4)
     assert preprocessor.media.length_s == pytest.approx(2.0)
     assert await video(preprocessor, num_frames=4, text="And now?") == first
-    assert preprocessor.media.length_s == pytest.approx(2.0)  # it was not decoded again
+    assert preprocessor.media.length_s == pytest.approx(2.0)  # not decoded again
     for same in ({"fps": 2.0}, {"num_frames": 4, "max_pixels": 9999}):
         assert await video(preprocessor, **same) == first
     for other in (
@@ -127,7 +127,7 @@ async def test_the_same_frames_of_a_file_are_one_video_whatever_is_asked(preproc
     assert await video(preprocessor, num_frames=4, start_s=1.0, end_s=2.0) != half
 
 
-async def test_refusals_are_counted_by_their_reason(preprocessor):
+async def test_refusals_are_counted_by_reason(preprocessor):
     for options in ({"start_s": 9.0}, {"fps": 999.0}, {"name": "nonsense"}, {"name": "sound"}):
         with pytest.raises(ImageRefused):
             await video(preprocessor, **options)
@@ -136,7 +136,7 @@ async def test_refusals_are_counted_by_their_reason(preprocessor):
 
 
 @pytest.mark.parametrize(("max_audio_s", "ends"), [(1000.0, [28, 50]), (12.0, [11, 22])])
-async def test_segments_are_of_30_s_or_of_what_the_model_takes(preprocessor, max_audio_s, ends):
+async def test_segments_have_30_s_or_the_models_limit(preprocessor, max_audio_s, ends):
     found = await preprocessor.prepare(finding(), "r")
     assert isinstance(found, Tokenization)
     assert not found.token_ids
@@ -146,7 +146,7 @@ async def test_segments_are_of_30_s_or_of_what_the_model_takes(preprocessor, max
     assert found.segment_ends[-1] == pytest.approx(70.0, abs=0.01)
 
 
-async def test_parts_of_a_file_are_fetched_once_and_are_not_each_other(preprocessor, store):
+async def test_parts_of_a_file_are_fetched_once_and_have_different_hashes(preprocessor, store):
     first = await prepare(preprocessor, audio(start_s=0.0, end_s=10.0))
     again = await prepare(preprocessor, audio(start_s=0.0, end_s=10.0))
     second = await prepare(preprocessor, audio(start_s=10.0, end_s=25.0))

@@ -1,4 +1,4 @@
-"""Preparation: fairness between tenants, cached images, and refused sizes."""
+"""Preparation of requests: fairness between tenants, cached images, and refused image sizes."""
 
 import asyncio
 import threading
@@ -27,14 +27,14 @@ from worker.prepare.preparer import FairThreads, ImageRefused, PixelCache, Prepr
 
 
 class Store:
-    """Stands in for the blobs: an image's bytes are its own digest."""
+    """Stands in for the blob store: an image's bytes are its digest."""
 
     async def get(self, ref: BlobRef) -> bytes:
         return ref.sha256.encode()
 
 
 class SlowEngine(BatchingEngine):
-    """Images take a permit each; `order` has their names as they begin."""
+    """Each image waits for a permit; `order` records their names as they begin."""
 
     def __init__(self, names: dict[bytes, str]) -> None:
         self.names = names
@@ -60,7 +60,7 @@ def image(name: str) -> ImageRef:
 
 
 class Preparing:
-    """A preprocessor with one thread for images."""
+    """A preprocessor with one image thread."""
 
     def __init__(self) -> None:
         self.names: dict[bytes, str] = {}
@@ -88,12 +88,12 @@ def preparing():
 
 
 async def settle() -> None:
-    """Let every task come to where it waits."""
+    """Lets every task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def test_one_tenants_slow_images_delay_neither_text_nor_anothers_images(preparing: Preparing):
+async def test_slow_images_of_one_tenant_delay_no_text_and_no_other_tenant(preparing: Preparing):
     slow = [preparing.start("a", *(f"{n}-{i}" for i in range(8))) for n in range(3)]
     await preparing.until_begun(1)
     async with asyncio.timeout(10):
@@ -104,12 +104,12 @@ async def test_one_tenants_slow_images_delay_neither_text_nor_anothers_images(pr
     await settle()
     preparing.engine.permits.release(24 + 2)
     await asyncio.gather(*others, *slow)
-    # behind the one that ran, one that was promised, and each other
+    # They run after one running image, one scheduled image, and each other.
     assert preparing.engine.order.index("of b") <= 2
     assert preparing.engine.order.index("of c") <= 4
 
 
-async def test_an_image_scaled_to_other_sizes_is_another_image(preparing: Preparing):
+async def test_an_image_scaled_to_other_sizes_has_another_hash(preparing: Preparing):
     ref = image("photo")
     preparing.names[ref.sha256.encode()] = "photo"
     preparing.engine.permits.release(4)
@@ -127,7 +127,7 @@ async def test_the_engine_knows_whether_an_answer_is_streamed(preparing: Prepari
     assert [call.is_streamed for call in preparing.engine.calls] == [True, False]
 
 
-async def test_a_tenant_that_leaves_costs_nobody_a_turn():
+async def test_a_tenant_that_disconnects_does_not_delay_others():
     threads = FairThreads(1, "test")
     gate = threading.Event()
     first = asyncio.create_task(threads.run("a", lambda: gate.wait(10)))
@@ -145,7 +145,7 @@ async def test_a_tenant_that_leaves_costs_nobody_a_turn():
 
 
 class Maker:
-    """Makes pixels of ten bytes and counts."""
+    """Makes images of ten bytes and records their names."""
 
     def __init__(self) -> None:
         self.made: list[str] = []
@@ -168,7 +168,7 @@ def maker() -> Maker:
     return Maker()
 
 
-async def test_the_image_used_longest_ago_goes_first(maker):
+async def test_the_least_recently_used_image_is_evicted_first(maker):
     cache = PixelCache(max_bytes=20)
     for name in ("a", "b", "a", "c", "a", "b"):
         assert await cache.get(name, maker(name)) == name.upper()
@@ -176,7 +176,7 @@ async def test_the_image_used_longest_ago_goes_first(maker):
     assert maker.made == ["a", "b", "c", "b"]
 
 
-async def test_equal_images_at_once_are_made_once_even_if_the_first_leaves(maker):
+async def test_equal_images_are_made_once_even_if_the_first_request_is_cancelled(maker):
     cache = PixelCache(max_bytes=100)
     maker.gate.clear()
     first, second = (asyncio.create_task(cache.get("a", maker("a"))) for _ in range(2))
@@ -199,7 +199,7 @@ async def store(redis: Redis, redis_prefix: str) -> AsyncIterator[RedisBlobStore
 async def prepare(
     store: RedisBlobStore, data: bytes, width: int, height: int, **limits: Any
 ) -> None:
-    """Prepare a request with an image that a gateway has found to be of a size."""
+    """Prepares a request with an image of the size that a gateway found."""
     image = ImageRef(sha256(data).hexdigest(), len(data), "image/png", width, height)
     await store.put(data, "request", ttl_s=60)
     engine = create_engine({"kind": "mock"}).engine
@@ -214,7 +214,7 @@ async def test_an_image_of_another_size_than_its_header_says_is_refused(store: R
     assert isinstance(raised.value.cause, InvalidImage)
 
 
-async def test_limits_hold_for_what_a_gateway_with_others_let_through(store: RedisBlobStore):
+async def test_a_worker_enforces_its_own_limits(store: RedisBlobStore):
     data = encoded(size=(80, 20))
     await prepare(store, data, 80, 20)
     with pytest.raises(ImageRefused, match="send at most") as raised:

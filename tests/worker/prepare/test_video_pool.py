@@ -1,4 +1,4 @@
-"""Untrusted videos become frames at the requested times, or an error; the next video is decoded either way."""
+"""Untrusted videos become frames at the requested times, or are refused. The next video is decoded either way."""
 
 import io
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ def named(pool: VideoPool, name: str, **options: Any) -> tuple[VideoInfo, list[I
 
 
 def children() -> list[psutil.Process]:
-    """Decoders of videos that live; not those that were just ended."""
+    """Returns the running video decoders, without processes that have just ended."""
     found = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
     return [each for each in found if "video_child" in " ".join(each.cmdline())]
 
@@ -58,7 +58,7 @@ def jpeg(color: str, size: tuple[int, int] = (32, 24)) -> bytes:
 @pytest.mark.parametrize(
     "name", ["mp4", "hevc", "av1", "vp9", "vp8", "mpeg4", "mpegts", "claims 10 hours"]
 )
-def test_frames_are_those_that_were_written(pool: VideoPool, name: str):
+def test_decoded_frames_equal_the_encoded_ones(pool: VideoPool, name: str):
     info, frames = named(pool, name)
     assert (info.width, info.height) == ((128, 96) if name == "av1" else (64, 48))
     assert info.num_frames == 50
@@ -67,14 +67,14 @@ def test_frames_are_those_that_were_written(pool: VideoPool, name: str):
 
 
 @pytest.mark.parametrize("every", [3, 49])
-def test_frames_behind_skipped_ones_are_the_same(pool: VideoPool, every: int):
+def test_frames_after_skipped_ones_are_the_same(pool: VideoPool, every: int):
     for name in ("mp4", "mpegts", "vp9"):
         _, frames = decode(pool, clip(name), CLIPS[name][1], every)
         assert [number_of(f) for f in frames] == pytest.approx(range(0, 50, every), abs=1.5)
 
 
-def test_a_variable_rate_is_made_even(pool: VideoPool):
-    """Frame i of n is what is shown at i / n of the length."""
+def test_a_variable_frame_rate_is_resampled(pool: VideoPool):
+    """Frame i of n is the picture shown at i / n of the length."""
     info, frames = named(pool, "variable")
     assert (info.num_frames, info.length_s) == (50, pytest.approx(6.0, abs=0.25))
     shown = [slower_later(number) / 25 for number in range(50)]
@@ -83,7 +83,7 @@ def test_a_variable_rate_is_made_even(pool: VideoPool):
         assert number_of(frame) == pytest.approx(expected, abs=1.5)
 
 
-def test_a_rotated_video_is_turned(pool: VideoPool):
+def test_the_rotation_of_a_video_is_applied(pool: VideoPool):
     for degrees, corner in ((0, 0), (89.99, 1), (180, 2), (270, 3)):
         info, [first, *_] = decode(pool, rotated(clip("mp4"), degrees))
         assert (info.width, info.height) == first.size == ((48, 64) if corner % 2 else (64, 48))
@@ -94,7 +94,7 @@ def test_a_rotated_video_is_turned(pool: VideoPool):
     assert decode(pool, rotated(clip("mp4"), unit=0))[1][0].size == (64, 48)
 
 
-def test_a_part_of_a_video(pool: VideoPool):
+def test_only_the_requested_part_of_a_video_is_decoded(pool: VideoPool):
     info, frames = named(pool, "mp4", start_s=0.8, end_s=1.2)
     assert (info.num_frames, info.length_s) == (10, pytest.approx(0.4))
     assert [number_of(frame) for frame in frames] == pytest.approx(range(20, 30), abs=1.5)
@@ -105,7 +105,7 @@ def test_a_part_of_a_video(pool: VideoPool):
 
 
 @pytest.mark.parametrize("name", ["one frame", "spoilt", "cut behind its index"])
-def test_what_is_there_of_a_poor_video_is_decoded(pool: VideoPool, name: str):
+def test_the_readable_frames_of_a_damaged_video_are_decoded(pool: VideoPool, name: str):
     info, frames = named(pool, name)
     assert 1 <= info.num_frames == len(frames) <= 50
 
@@ -129,7 +129,7 @@ def test_a_video_that_takes_too_long_ends_only_itself():
         assert named(hurried, "mp4")[0].num_frames == 50
 
 
-def test_a_video_of_jpeg_frames(pool: VideoPool):
+def test_jpeg_frames_are_decoded_as_a_video(pool: VideoPool):
     frames = [jpeg(color) for color in ("red", "green", "blue")]
     info, found = decode(pool, msgspec.msgpack.encode(frames), FRAMES_TYPE, fps=2.0)
     assert (info.num_frames, info.length_s, info.is_sampled) == (3, 1.5, True)
@@ -139,8 +139,8 @@ def test_a_video_of_jpeg_frames(pool: VideoPool):
     assert (refused.value.param, named(pool, "mp4")[0].num_frames) == ("fps", 50)
 
 
-def test_frames_above_the_limit_are_refused_wherever_they_are():
-    """By the header before decoding, and by each frame: its size may change within a stream."""
+def test_frames_above_the_limit_are_refused_at_any_position():
+    """The limit applies to the header before decoding, and to each frame: its size can change within a stream."""
     larger = make_clip(form="mpegts", size=(80, 48))
     frames = msgspec.msgpack.encode([jpeg("red", (80, 48))])
     files = {"video/mp2t": larger, "video/mp4": make_clip(size=(80, 48)), FRAMES_TYPE: frames}
@@ -152,7 +152,7 @@ def test_frames_above_the_limit_are_refused_wherever_they_are():
         assert named(small, "mp4")[0].num_frames == 50
 
 
-def test_many_large_frames_are_scaled_down_to_a_sum():
+def test_frames_are_scaled_down_to_the_total_pixel_limit():
     size, count, most = (640, 360), 36, 2_000_000
     data = make_clip(num_frames=count, size=size, is_still=True)
     with closing(VideoPool(1, make_group(LimitSettings, max_video_pixels=most))) as small:
@@ -192,7 +192,7 @@ def test_no_frame_is_seen_twice_or_left_out(pool: VideoPool, fps: Fraction | int
 
 
 def test_many_videos_at_once_share_the_children(pool: VideoPool):
-    """Each video is decoded, and as many confined children as the pool has are left, with bounded memory."""
+    """Each video is decoded or refused, and the confined children of the pool remain, with bounded memory."""
     bad = ["nonsense", "large frames", "sound"]
     names = ["mp4", bad[0], "large", "vp9", bad[1], "large", "hevc", bad[2]]
 
