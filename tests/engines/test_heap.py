@@ -1,4 +1,4 @@
-"""Large buffers in the memory of those before."""
+"""Freed memory of large buffers is used again."""
 
 import json
 import platform
@@ -31,7 +31,7 @@ print(json.dumps([faults, getrusage(RUSAGE_SELF).ru_maxrss - started]))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="allocates in a way of its own")
-def test_a_thread_that_frees_large_buffers_uses_their_memory_again() -> None:
+def test_a_thread_reuses_the_memory_of_freed_large_buffers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _ROUNDS], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""An engine is found by its name, and checks its own settings."""
+"""The registry: engines are found by name and validate their own settings."""
 
 import subprocess
 import sys
@@ -22,8 +22,8 @@ from engines.settings import BadEngineSettings, EngineSettings
 from tests import factories_gguf
 
 
-def test_an_engine_imports_no_more_than_it_needs():
-    """The mock engine and a look at all settings no torch, the built-in model no models of transformers."""
+def test_engines_import_only_what_they_need():
+    """The mock engine and the list of settings import no torch; the built-in model imports no transformers models."""
     program = (
         "import sys; from engines.registry import create_engine, settings_classes;"
         "create_engine({'kind': 'mock'}); settings_classes(); assert 'torch' not in sys.modules;"
@@ -45,13 +45,13 @@ def test_an_engine_imports_no_more_than_it_needs():
         ({"disabled_gpu_kernels": "gate"}, ".*did you mean VLM_ENGINE__DISABLED_OPS"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence_that_names_its_variable(values, sentence):
+def test_the_error_of_an_invalid_setting_names_its_variable(values, sentence):
     with pytest.raises(BadEngineSettings, match=f"^VLM_ENGINE__{sentence}") as refused:
         read_settings(values)
     assert "\n" not in str(refused.value)
 
 
-def test_an_installed_package_brings_an_engine(monkeypatch):
+def test_an_installed_package_can_register_an_engine(monkeypatch):
     class Settings(EngineSettings):
         url: str = ""
 
@@ -77,7 +77,7 @@ def test_an_installed_package_brings_an_engine(monkeypatch):
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs, the only one in PATH."""
+    """A folder for programs that is the only one in PATH."""
     folder = tmp_path / "env" / "bin"
     folder.mkdir(parents=True)
     monkeypatch.setenv("PATH", str(folder))

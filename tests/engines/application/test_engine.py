@@ -1,4 +1,4 @@
-"""An application behind the engine's interface: real processes, kind ones and bad ones."""
+"""The application engine with real processes: well-behaved, failing and hostile applications."""
 
 import errno
 import json
@@ -147,7 +147,7 @@ class Toy(Application):
 
 
 class Driver:
-    """What a worker's engine thread does."""
+    """Drives the engine as a worker's engine thread does."""
 
     def __init__(self, engine: ApplicationEngine, isolation: str = "") -> None:
         self.engine = engine
@@ -166,7 +166,7 @@ class Driver:
         return call.request_id
 
     def cancel(self, value: Any, **more: Any) -> str:
-        """A task that has begun."""
+        """Starts a task and cancels it; returns its ID."""
         name = self.add(value, **more)
         for _ in range(5):
             self.engine.step()
@@ -196,7 +196,7 @@ class Driver:
 
 
 class Log:
-    """What this process and its children have written so far."""
+    """The output of this process and its children so far."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
         self.capfd, self.text = capfd, ""
@@ -237,7 +237,7 @@ def toy(request, tmp_path_factory) -> Iterator[Driver]:
     engine.close()
 
 
-def test_pieces_come_one_by_one_where_they_are_wanted_so(toy):
+def test_streamed_pieces_are_separate_outputs(toy):
     toy.add("pieces", is_streamed=True)
     outputs = toy.finish()
     lines = [{"item": {"piece": i}} for i in range(3)] + [{"output": None}]
@@ -249,22 +249,22 @@ def test_pieces_come_one_by_one_where_they_are_wanted_so(toy):
     assert lines_of(outputs) == lines
 
 
-def test_a_session_is_entered_once_and_sees_its_own(toy):
+def test_a_session_is_entered_once_and_has_its_own_state(toy):
     greet, count = {"do": "greet", "name": "you"}, {"do": "count"}
     before = toy.ask(count)
     assert toy.ask(greet, session="s1", common="dear") == "dear you"
     assert toy.ask(greet, session="s2", common="sir") == "sir you"
     assert toy.ask(greet, session="s1", common="dear") == "dear you"
     assert toy.ask(count) == before + 2
-    assert toy.ask(greet, session="s3", common="oh") == "oh you"  # s2 had to leave
+    assert toy.ask(greet, session="s3", common="oh") == "oh you"  # evicts session s2
     assert toy.ask(greet, session="s2", common="sir") == "sir you"
     assert toy.ask(count) == before + 4
 
 
-def test_what_an_application_says_of_its_task_is_told(toy):
+def test_errors_of_an_application_are_reported(toy):
     assert toy.refused({"do": "fail"}) == (ErrorCode.TASK_FAILED, "no such name")
     assert toy.refused({"do": "crash"}) == (ErrorCode.TASK_FAILED, "RuntimeError: broken")
-    for value in ("nan", "half"):  # half a character: no text in UTF-8 has it
+    for value in ("nan", "half"):  # half of a surrogate pair is not valid UTF-8
         code, message = toy.refused({"do": value})
         assert "not JSON" in message
         assert code is ErrorCode.TASK_FAILED
@@ -274,14 +274,14 @@ def test_what_an_application_says_of_its_task_is_told(toy):
     assert "tried 3 times: ValueError: no such session" in message
 
 
-def test_a_task_knows_its_id_and_whether_it_may_have_run_before(toy):
+def test_a_task_gets_its_id_and_attempt(toy):
     assert toy.ask({"do": "once"}, session="s", id="mine") == ["mine", 2]
     toy.number = 700
     assert toy.ask({"do": "once"}) == ["r701", 2]
     assert toy.ask({"do": "once"}, attempt=2) == ["r702", 3]
 
 
-def test_a_task_that_no_process_survives_fails_and_the_next_one_does_not(toy):
+def test_a_task_that_kills_its_process_fails_and_the_next_one_runs(toy):
     code, message = toy.refused({"do": "die"})
     assert code is ErrorCode.REQUEST_KILLS_WORKERS
     assert "2 times" in message
@@ -290,12 +290,12 @@ def test_a_task_that_no_process_survives_fails_and_the_next_one_does_not(toy):
 
 
 @pytest.mark.parametrize("is_deaf", [False, True])
-def test_a_cancelled_task_makes_way(toy, is_deaf):
+def test_a_cancelled_task_frees_its_process(toy, is_deaf):
     before = toy.ask({"do": "pid"})
     toy.cancel({"do": "sleep", "is_deaf": is_deaf})
     after = toy.ask({"do": "pid"})
     if toy.isolation == "none":
-        assert (after != before) is is_deaf  # who listens keeps what it has loaded
+        assert (after != before) is is_deaf  # a process that handles the cancellation stays
 
 
 def test_output_that_is_too_large_is_refused(toy):
@@ -316,7 +316,7 @@ def test_memory_and_processes_have_a_limit(toy, task, error):
 
 
 def test_a_task_that_is_cancelled_before_it_begins_does_not_run(tmp_path):
-    """The process reads both messages at once."""
+    """The process reads the task and its cancellation together."""
     (tmp_path / "app.py").write_text(APPLICATION)
     setup = {"type": "setup", "package": str(tmp_path), "name": "toy", "device": "cpu"}
     task = {"type": "run", "session": "", "task_id": "t", "attempt": 1, "input": {"do": "sleep"}}
@@ -328,18 +328,18 @@ def test_a_task_that_is_cancelled_before_it_begins_does_not_run(tmp_path):
     assert done.stdout.splitlines()[1:] == ['{"type":"error","message":"cancelled"}']
 
 
-def test_a_session_that_hangs_as_it_is_entered_makes_way(toy):
+def test_a_session_that_hangs_in_enter_can_be_cancelled(toy):
     toy.cancel({"do": "pid"}, session="hangs", common="hang")
     assert toy.ask({"do": "greet", "name": "you"}) == "hello you"
 
 
-def test_what_it_prints_neither_blocks_nor_fills_the_log(toy, capfd):
+def test_printed_output_neither_blocks_nor_fills_the_log(toy, capfd):
     assert toy.ask({"do": "flood"}) == "done"
     assert len(capfd.readouterr().err) < 2**18
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_it_has_its_variables_alone_and_shows_no_secret_in_its_log_or_faults(
+def test_an_application_has_only_its_variables_and_logs_no_secret(
     tmp_path, capfd, monkeypatch, isolation
 ):
     monkeypatch.setenv("VLM_REDIS_URL", "redis://secret")
@@ -363,7 +363,7 @@ class Toy(Application):
         assert (told["PLAIN"], told["TOKEN"]) == ("in plain sight", "tell-nobody")
         assert not [name for name in told if name.startswith("VLM") or "KEY" in name]
         _, message = driver.refused("fail")
-        wait_for(lambda: "with *** and in plain sight" in log.read())  # before it ends
+        wait_for(lambda: "with *** and in plain sight" in log.read())  # while the process runs
         driver.ask("it is\ntell-")  # a secret in two pieces
         wait_for(lambda: "it is" in log.read())  # the first piece has been read
         driver.ask("nobody, and")
@@ -388,7 +388,7 @@ def inside(outside: Path) -> Iterator[Driver]:
         yield driver
 
 
-def test_in_its_sandbox_it_sees_no_files_processes_or_network(inside, outside):
+def test_a_sandbox_hides_files_processes_and_network(inside, outside):
     (outside / "secret").write_text("")
     assert inside.ask({"do": "pid"}) < 20
     assert inside.ask({"do": "read", "path": str(outside)}) == ["package"]
@@ -415,15 +415,15 @@ def test_files_of_a_sandbox_count_as_its_memory(inside):
     assert "the limit is 300000000" in message
 
 
-def test_a_sandbox_makes_no_namespaces_of_its_own(inside):
+def test_a_sandboxed_process_cannot_create_namespaces(inside):
     if b"--disable-userns" not in subprocess.check_output(["bwrap", "--help"]):
         pytest.skip("bubblewrap is older than 0.8")
     assert inside.ask({"do": "unshare"}) == -1
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-def test_nothing_is_left_of_it(tmp_path, isolation):
-    """In a sandbox, the files end with the processes."""
+def test_closing_leaves_no_processes_and_files(tmp_path, isolation):
+    """With a sandbox, its files are deleted when its processes end."""
     others = set(psutil.Process().children(recursive=True))
     with driving(tmp_path / "package", isolation=isolation) as driver:
         driver.ask({"do": "pid"})
@@ -441,12 +441,12 @@ def test_nothing_is_left_of_it(tmp_path, isolation):
         ("Toy = 5", "TypeError"),
     ],
 )
-def test_an_application_that_cannot_be_set_up_says_why(tmp_path, source, said):
+def test_the_error_of_a_failed_setup_contains_the_reason(tmp_path, source, said):
     with pytest.raises(EngineLoadFailed, match=said):
         make_engine(tmp_path / "package", source)
 
 
-def test_isolation_may_be_required(tmp_path, monkeypatch):
+def test_isolation_can_be_required(tmp_path, monkeypatch):
     monkeypatch.setattr("engines.application.sandbox.find_bubblewrap", lambda: None)
     with pytest.raises(EngineStartError, match="bubblewrap"):
         make_engine(tmp_path / "package", isolation="require")
@@ -479,9 +479,9 @@ def echo(request, tmp_path_factory) -> Iterator[Driver]:
     engine.close()
 
 
-def test_a_program_speaks_lines_that_no_value_breaks(echo):
+def test_no_value_breaks_a_line_of_the_protocol(echo):
     assert echo.ask({"a": [1, "two\n"]}, session="s") == {"a": [1, "two\n"]}
-    # a break between two values would end a line of a stream
+    # A line break between two values would split a line of the protocol.
     task = Run(msgspec.Raw('[1,\r"\u2028\x85"]'.encode()), "", is_streamed=True)
     echo.engine.add(echo.engine.prepare(EngineCall("broken", task, common_data=b"null"), ()))
     [output] = echo.finish()
@@ -490,7 +490,7 @@ def test_a_program_speaks_lines_that_no_value_breaks(echo):
 
 
 @pytest.mark.parametrize("levels", [900, 1200])
-def test_what_nests_deeper_than_others_can_read_fails_its_task_alone(echo, levels):
+def test_values_that_nest_too_deeply_fail_only_their_task(echo, levels):
     task = Run(msgspec.Raw(b"[" * levels + b"]" * levels), "")
     echo.engine.add(echo.engine.prepare(EngineCall("deep", task, common_data=b"null"), ()))
     [output] = echo.finish()
@@ -500,7 +500,7 @@ def test_what_nests_deeper_than_others_can_read_fails_its_task_alone(echo, level
 
 
 @pytest.mark.parametrize("word", ["garbage", "early"])
-def test_what_is_no_message_is_evidence(echo, word):
+def test_an_invalid_message_counts_as_a_crash(echo, word):
     code, message = echo.refused(word)
     assert code is ErrorCode.REQUEST_KILLS_WORKERS
     assert ("not a message" in message) or ("'entered'" in message)

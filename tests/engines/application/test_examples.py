@@ -1,4 +1,4 @@
-"""The examples do what they say."""
+"""The example applications return the documented output."""
 
 import base64
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def test_a_script_counts_words(words):
 
 
 @long("applications")
-def test_the_built_in_model_writes_captions():
+def test_the_caption_example_runs_the_built_in_model():
     driver = start("captioner")
     with closing(driver.engine):
         driver.add({"image": base64.b64encode(SAMPLE.read_bytes()).decode()}, is_streamed=True)

@@ -1,4 +1,4 @@
-"""An answer is a function of its tokens: however they are grouped, and wherever an earlier attempt ended."""
+"""An answer depends only on its tokens, not on their grouping or on the end of an earlier attempt."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.factories_engine import make_image
 
 
 def make_processor(tokens: Sequence[bytes], reasoning: Reasoning | None = None) -> Processor:
-    """A processor whose token `i` is the i-th of the given byte strings."""
+    """Returns a processor whose token `i` is the i-th of the given byte strings."""
     processor = MockProcessor(1)
     processor.tokenizer = TokenTable(tokens)
     processor.reasoning = reasoning
@@ -30,7 +30,7 @@ def make_processor(tokens: Sequence[bytes], reasoning: Reasoning | None = None) 
 def write(
     answer: Answer, token_ids: Sequence[int], ends: Iterable[int], num_running: int = 40
 ) -> list[EngineOutput]:
-    """The outputs of tokens in groups with these ends, up to a stop string."""
+    """Returns the outputs for tokens in groups with these ends, up to a stop string."""
     start, outputs = 0, []
     groups = sorted({*(end % (len(token_ids) + 1) for end in ends), len(token_ids)} - {0})
     for step, end in enumerate(groups):
@@ -83,7 +83,7 @@ CUTS = st.lists(st.integers(0, 1000), max_size=12)
     st.tuples(CUTS, CUTS, CUTS),
     st.integers(0, 1000),
 )
-def test_an_answer_continues_behind_any_output_of_an_earlier_attempt(
+def test_an_answer_continues_after_any_output_of_an_earlier_attempt(
     text, form, tool_format, stop, is_thinking, is_streamed, cuts, groups, cut
 ):
     tokens = [token for token in split(text.encode(), cuts) if token]
@@ -138,7 +138,7 @@ def test_a_failure_reports_the_tokens_that_were_held_back():
     assert (failed.index, failed.text, failed.error) == (1, "b", "no memory")
 
 
-def test_the_usage_comes_with_the_first_output_and_the_last():
+def test_the_first_and_last_output_have_the_usage():
     media = (make_image(0, 4), replace(make_image(4, 1), kind="audio"))
     request = EngineRequest("r", [0] * 6, SamplingParams(returns_prompt_ids=True), media)
     answer = Answer.begin(request, make_processor([b"a", b"b"]))
@@ -155,7 +155,7 @@ def test_the_usage_comes_with_the_first_output_and_the_last():
     assert outputs[-1].timings is not None
 
 
-def test_tokens_that_may_begin_the_reasoning_are_reported_when_that_is_decided():
+def test_tokens_that_can_begin_reasoning_are_held_back_until_decided():
     processor = make_processor([b"<", b"b", b">"], Reasoning(REASONING_FORMATS["think"]))
     answer = Answer.begin(EngineRequest("r", [1], SamplingParams()), processor)
     first = answer.output([TokenChoice(0, -0.5)])

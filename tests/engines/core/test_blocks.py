@@ -16,7 +16,7 @@ def make_blocks(num_blocks: int = 16) -> BlockManager:
 
 
 def compute(blocks: BlockManager, sequence: Sequence) -> None:
-    """Compute a whole prompt, as scheduler and runner do."""
+    """Computes a whole prompt, as the scheduler and the runner do."""
     blocks.admit(sequence, blocks.find_prefix(sequence))
     sequence.is_running = True
     assert blocks.grow(sequence, sequence.num_tokens)
@@ -31,7 +31,7 @@ def compute_and_free(blocks: BlockManager, sequence: Sequence) -> None:
 
 
 def find_shared(first: Sequence, second: Sequence) -> int:
-    """Number of blocks that the second sequence shares with the first."""
+    """Returns the number of blocks that the second sequence shares with the first."""
     blocks = make_blocks()
     compute(blocks, first)
     return len(blocks.find_prefix(second))
@@ -49,7 +49,7 @@ def of(token_id: int, num_tokens: int) -> Sequence:
         pytest.param([of(1, 5), of(2, 5), of(1, 5)], 12, {1: 1, 2: 0}, id="used again"),
     ],
 )
-def test_freed_blocks_are_found_until_they_are_lent(used: list[Sequence], num_lent: int, found):
+def test_freed_blocks_are_found_until_they_are_reused(used: list[Sequence], num_lent: int, found):
     blocks = make_blocks(num_blocks=4 if len(used) > 1 else 3)
     for sequence in used:
         compute_and_free(blocks, sequence)
@@ -60,7 +60,7 @@ def test_freed_blocks_are_found_until_they_are_lent(used: list[Sequence], num_le
 
 def test_withdrawn_blocks_and_blocks_computed_from_them_are_not_found():
     blocks = make_blocks()
-    compute_and_free(blocks, make_sequence(17))  # continues where the one that fails ends
+    compute_and_free(blocks, make_sequence(17))  # continues at the end of the failed sequence
     failed, holder, other = make_sequence(9), make_sequence(9), make_sequence(9, cache_salt="b")
     for sequence in (failed, holder, other):
         compute(blocks, sequence)
@@ -102,7 +102,7 @@ CAT, DOG = make_image(8, 8, "cat"), make_image(8, 8, "dog")
         pytest.param(seen(9), make_sequence(token_ids=[3] * 9), 0, id="other tokens"),
     ],
 )  # fmt: skip
-def test_blocks_of_one_beginning_are_shared(first: Sequence, second: Sequence, num_shared: int):
+def test_blocks_of_a_common_prefix_are_shared(first: Sequence, second: Sequence, num_shared: int):
     assert find_shared(first, second) == num_shared
 
 
@@ -118,7 +118,7 @@ def with_positions(*positions: list[int]) -> Sequence:
     return sequence
 
 
-def test_output_goes_on_behind_the_largest_position_of_any_row():
+def test_output_positions_continue_after_the_largest_position_of_any_row():
     assert with_positions().positions(3, 7) == [[3, 4, 5, 6]]
     sequence = with_positions([0, 1, 1, 1, 3], [0, 1, 2, 9, 3])
     assert sequence.positions(0, 8) == [[0, 1, 1, 1, 3, 10, 11, 12], [0, 1, 2, 9, 3, 10, 11, 12]]
@@ -127,7 +127,7 @@ def test_output_goes_on_behind_the_largest_position_of_any_row():
     assert sequence.positions(7, 8) == [[12], [12]]
 
 
-def test_a_block_hash_depends_on_each_image_and_its_place():
+def test_a_block_hash_depends_on_each_image_and_its_offset():
     tables = [
         (),
         (make_image(0, 2, "cat"),),

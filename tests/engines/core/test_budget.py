@@ -1,4 +1,4 @@
-"""Budgets of steps: limits of memory, and prefill that makes steps with running streams at most twice as long."""
+"""Step budgets: memory limits, and a prefill limit that at most doubles the step time of running streams."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from tests.factories_engine import make_image, make_scheduler, make_sequence, ru
 
 
 class TimedRunner:
-    """A runner on its own clock: a step costs a base, and something for each stream and prompt token."""
+    """A runner with a simulated clock: a step has a base cost and a cost per stream and prompt token."""
 
     block_size, num_blocks, max_model_len = 16, 64, 512
     runs_async = False
@@ -51,7 +51,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, *costs: float) -> PrefillLimit:
     return limit
 
 
-def test_the_limit_is_what_fills_the_time_that_a_step_may_take(monkeypatch):
+def test_the_limit_is_computed_from_the_measured_step_times(monkeypatch):
     limit = measure(monkeypatch, 0.18, 0.02, 0.004)
     assert limit.num_tokens == pytest.approx((MAX_SLOWDOWN - 1) * 0.2 / 0.004, abs=1)
     assert limit.growth == pytest.approx(0.02 / 0.2)
@@ -74,7 +74,7 @@ def test_on_an_asynchronous_device_the_limit_is_fixed_and_not_measured(max_token
 
 
 def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
-    """Durations of steps with a prompt, where steps without one take a second."""
+    """Returns the durations of steps with a prompt, if steps without one take a second."""
     slowdowns = []
     for _ in range(num_steps):
         limit.note(1, 0, 1.0)
@@ -85,8 +85,8 @@ def follow(limit: PrefillLimit, token_s: float, num_steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("token_s", [0.02, 0.01, 0.005])
-def test_the_limit_follows_what_steps_take(token_s: float):
-    """The limit was measured at 0.01 s per token, so it is 80. Later a token costs more, the same, or less."""
+def test_the_limit_follows_the_step_times(token_s: float):
+    """The limit of 80 was measured at 0.01 s per token. Later a token costs more, the same, or less."""
     limit = PrefillLimit(80, spare_s=0.3)
 
     slowdowns = follow(limit, token_s, 300)[100:]
@@ -111,7 +111,7 @@ def test_the_limit_stays_within_bounds(num_tokens, token_s, num_steps, limited):
     assert limit.beside(1) == limited
 
 
-def test_while_prompts_never_end_a_step_without_shows_what_streams_take():
+def test_continuous_prefill_is_paused_for_one_step_to_measure_streams():
     limit = PrefillLimit(40)
     limit.note(4, 0, 1.0)
     taken = []
@@ -122,7 +122,7 @@ def test_while_prompts_never_end_a_step_without_shows_what_streams_take():
     assert all(taken[:64])
 
 
-def test_a_machine_that_became_slower_is_no_reason_to_starve_prompts():
+def test_a_slower_machine_does_not_reduce_the_limit():
     limit = PrefillLimit(40)
     limit.note(4, 0, 1.0)
     for _ in range(3000):
@@ -132,7 +132,7 @@ def test_a_machine_that_became_slower_is_no_reason_to_starve_prompts():
 
 
 def test_a_request_that_waits_for_its_image_leaves_the_prompt_budget_to_others():
-    """Its budget goes to others one step later, and back to it when the image is encoded."""
+    """Its budget is used by other requests one step later, and again by itself when the image is encoded."""
     scheduler = make_scheduler(prefill_limit=PrefillLimit(6))
     scheduler.add(make_sequence(4, "stream"))
     run_step(scheduler)
@@ -148,7 +148,7 @@ def test_a_request_that_waits_for_its_image_leaves_the_prompt_budget_to_others()
 
 
 def batch_of(*num_new_tokens: int, images: int = 0, **fields: Any) -> Batch:
-    """Shares that reach the end of their sequences."""
+    """Returns a batch of sequences that are scheduled to their ends."""
     slots = tuple(make_image(number, 1, f"image {number}") for number in range(images))
     return Batch(
         [
@@ -158,7 +158,7 @@ def batch_of(*num_new_tokens: int, images: int = 0, **fields: Any) -> Batch:
     )
 
 
-def test_steps_shrink_when_memory_runs_out_and_grow_again_when_it_lasts():
+def test_steps_shrink_when_memory_runs_out_and_grow_again_later():
     limits = StepLimits(max_tokens=64, max_images=4)
 
     def size() -> tuple[int, int]:
@@ -206,7 +206,7 @@ MIXED = batch_of(1, 80)
         pytest.param(MIXED, StepResult([]), None, 80, id="launching computes nothing"),
     ],
 )
-def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, spare_s, limited):
+def test_only_steps_that_delay_streams_change_the_limit(slow, result, spare_s, limited):
     limits = StepLimits(1024, 8, PrefillLimit(80, spare_s=spare_s))
     limits.note(batch_of(1), StepResult([]), 1.0)
     limits.note(slow, result, 2.5)
@@ -214,7 +214,7 @@ def test_only_steps_that_kept_streams_waiting_move_the_limit(slow, result, spare
     assert (limits.budget({}).max_vision_s is None) == (spare_s is None)
 
 
-def test_a_configured_limit_stays_while_images_follow_the_times_of_steps():
+def test_a_configured_limit_is_kept_and_the_image_limit_is_measured():
     limits = StepLimits(1024, 8, PrefillLimit(7, spare_s=0.3, is_fixed=True))
     for _ in range(100):
         limits.note(batch_of(1), StepResult([]), 2.0)

@@ -10,7 +10,7 @@ from tests.factories_engine import SumMatcher, make_engine, make_request, make_s
 PROMPT = [5, 6]
 
 
-def test_tokens_that_do_not_follow_end_the_one_request():
+def test_tokens_that_violate_the_grammar_fail_only_their_request():
     sequence = make_sequence(token_ids=[*PROMPT, 1])
     sequence.num_prompt_tokens = len(PROMPT)
     sequence.constraint = Constraint(SumMatcher(12))
@@ -19,7 +19,7 @@ def test_tokens_that_do_not_follow_end_the_one_request():
 
 
 @pytest.mark.parametrize("overlap_steps", [False, True])
-def test_the_mock_keeps_to_a_grammar_beside_answers_without_one(overlap_steps):
+def test_the_mock_follows_a_grammar_beside_answers_without_one(overlap_steps):
     engine = make_engine(overlap_steps=overlap_steps, num_kv_blocks=14)
     free = make_request("free", "the same beginning")
     held = make_request("held", "the same beginning", max_tokens=12, ignore_eos=True)
@@ -33,7 +33,7 @@ def test_the_mock_keeps_to_a_grammar_beside_answers_without_one(overlap_steps):
     assert answers["free"].token_ids == alone["free"].token_ids
 
 
-def test_one_pause_of_the_machine_does_not_end_an_answer(monkeypatch):
+def test_one_slow_grammar_step_does_not_end_an_answer(monkeypatch):
     clock = iter([0.0, 0.5, *(0.5 + 0.001 * i for i in range(100))])
     monkeypatch.setattr(time, "thread_time", lambda: next(clock))
     constraint = Constraint(SumMatcher(24))
@@ -41,7 +41,7 @@ def test_one_pause_of_the_machine_does_not_end_an_answer(monkeypatch):
         assert any(constraint.mask(([0, 1] * 5)[:count], 0))
 
 
-def test_an_answer_whose_grammar_takes_too_long_ends_alone_and_says_why(monkeypatch):
+def test_a_slow_grammar_fails_only_its_request_with_the_reason(monkeypatch):
     clock = iter(range(100_000))
     monkeypatch.setattr(time, "thread_time", lambda: 0.03 * next(clock))
     engine = make_engine()

@@ -39,7 +39,7 @@ def is_same_answer(answer: Transcript, request: EngineRequest) -> bool:
     return content(answer) == content(answer_alone(request))
 
 
-def test_the_first_output_tells_the_usage_before_the_prompt_is_computed():
+def test_the_first_output_has_the_usage_before_the_prompt_is_computed():
     engine = make_engine(max_num_batched_tokens=16)
     engine.add(make_request(prompt="x" * 40, images=(make_image(),)))
     (first,) = engine.step()
@@ -75,7 +75,7 @@ def test_the_time_in_the_engine_is_the_sum_of_its_stages(clock: Clock):
 
 
 @pytest.mark.parametrize("config", [{"max_model_len": 16}, {"num_kv_blocks": 4}])
-def test_an_answer_ends_where_the_context_or_the_kv_cache_ends(config: dict[str, object]):
+def test_an_answer_ends_at_the_limit_of_the_context_or_kv_cache(config: dict[str, object]):
     engine = make_engine(**config)
     for max_tokens in (None, 1000):
         answer = run_all(engine, make_request(prompt="x" * 10, max_tokens=max_tokens))["r0"]
@@ -83,7 +83,7 @@ def test_an_answer_ends_where_the_context_or_the_kv_cache_ends(config: dict[str,
         assert answer.finish_reason is FinishReason.LENGTH
 
 
-def test_a_request_that_came_complete_ends_at_once_and_needs_no_step_of_the_runner():
+def test_a_request_with_a_complete_answer_ends_without_a_runner_step():
     engine = make_engine()
     fail_next_step(engine, RuntimeError("not to be run"))
     engine.add(make_request(output_token_ids=(300, EOS_ID)))
@@ -122,7 +122,7 @@ def placed(row: list[int]) -> EngineRequest:
         (placed([0, 1, 2, 10**6]), "positions beyond"),
     ],
 )  # fmt: skip
-def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest, reason: str):
+def test_invalid_requests_are_refused(request_: EngineRequest, reason: str):
     engine = make_engine()
     with pytest.raises(InvalidRequest, match=reason) as refused:
         engine.add(request_)
@@ -131,7 +131,7 @@ def test_what_the_model_cannot_honour_is_refused(request_: EngineRequest, reason
 
 
 def test_blocks_of_a_failed_request_are_not_found():
-    """Its first chunk was published before the logits of the last one turned out not to be finite."""
+    """The first chunk was published before the last one produced logits that are not finite."""
     engine = make_engine(max_num_batched_tokens=16)
     assert isinstance(engine.runner, CheckingRunner)
     engine.add(make_request("a", "x" * 40))
@@ -148,7 +148,7 @@ def test_blocks_of_a_failed_request_are_not_found():
     assert engine.stats().num_prefix_hit_tokens == 0
 
 
-def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
+def test_out_of_memory_halves_the_step_and_fails_no_request():
     engine = make_engine(max_num_batched_tokens=64)
     fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
     request = make_request(prompt="x" * 60)
@@ -160,7 +160,7 @@ def test_out_of_memory_makes_steps_smaller_and_loses_nobody():
 def test_out_of_memory_fails_a_request_whose_step_cannot_be_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Attention within its image is bidirectional, so that one step computes the image."""
+    """Attention within the image is bidirectional, so one step must compute the whole image."""
     engine = make_engine(max_num_batched_tokens=8)
     launch = CheckingRunner.launch
 
@@ -180,7 +180,7 @@ def test_out_of_memory_fails_a_request_whose_step_cannot_be_smaller(
     assert [batch.num_tokens for batch in engine.runner.launched[:3]] == [8, 8, 4]
 
 
-def test_out_of_memory_for_a_single_token_and_any_other_failure_is_the_end():
+def test_out_of_memory_for_one_token_and_other_failures_end_the_engine():
     engine = make_engine(max_num_batched_tokens=2)
     engine.add(make_request())
     fail_next_step(engine, DeviceOutOfMemory(), DeviceOutOfMemory())
@@ -228,7 +228,7 @@ def tiny_requests(draw: st.DrawFn, request_id: str) -> EngineRequest:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(data: st.DataObject):
+def test_any_events_keep_the_state_consistent_and_the_answers_equal(data: st.DataObject):
     engine = make_engine(num_output_tokens=6, **data.draw(TINY_CONFIGS))
     requests: dict[str, EngineRequest] = {}
     answers: dict[str, Transcript] = {}
@@ -249,7 +249,7 @@ def test_whatever_happens_the_books_are_right_and_answers_equal_answers_alone(da
                 requests[request.request_id], answers[request.request_id] = request, Transcript()
         elif candidates:
             name = data.draw(st.sampled_from(candidates))
-            if event == "take over" and answers[name].last is None:  # here by the same engine
+            if event == "take over" and answers[name].last is None:  # the same engine takes it over
                 engine.abort(name)
                 answers[name].first_usage = None
                 emitted = tuple(answers[name].token_ids)

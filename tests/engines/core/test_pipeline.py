@@ -1,4 +1,4 @@
-"""Steps that are launched before the tokens of the previous step are known."""
+"""Overlapped steps: a step is launched before the tokens of the previous one are known."""
 
 from collections import Counter
 
@@ -29,7 +29,7 @@ Launches = list[dict[str, int | None]]
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """By launch: the sequences of the step, and their indices in the step in flight."""
+    """Records for each launch the sequences of the step and their indices in the step in flight."""
     seen: Launches = []
     launch = CheckingRunner.launch
 
@@ -53,10 +53,10 @@ STEPS: Launches = [{"a": None, "b": None}, {"a": 0, "b": 1}, {"b": 1}, {"b": 0}]
         pytest.param(False, {}, None, id="synchronous"),
     ],
 )
-def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known(
+def test_a_step_is_launched_before_the_previous_tokens_are_known(
     launches: Launches, runs_async: bool, config, expected, monkeypatch: pytest.MonkeyPatch
 ):
-    """And none beyond the last token of a known length."""
+    """No step is launched beyond the last token of a known length."""
     monkeypatch.setattr(CheckingRunner, "runs_async", runs_async)
     requests = [make_request(name, name * 9, max_tokens=2 * n) for n, name in enumerate("ab", 1)]
     run_all(make_engine(**config), *requests)
@@ -64,8 +64,8 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_known(
     assert launches == (expected or alone)
 
 
-def test_blocks_with_what_was_computed_in_vain_are_not_shared():
-    """The step beyond the end fills the last slot of a block."""
+def test_blocks_with_discarded_tokens_are_not_shared():
+    """The step after the end fills the last slot of a block."""
     engine = overlapping(num_output_tokens=4)
     first = run_all(engine, make_request("a", prompt="x" * 4))["a"]
     assert first.token_ids[-1] == EOS_ID
@@ -75,7 +75,7 @@ def test_blocks_with_what_was_computed_in_vain_are_not_shared():
     assert answer.first_usage.num_cached_tokens == 4
 
 
-def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(launches: Launches):
+def test_new_requests_start_after_the_step_in_flight(launches: Launches):
     engine = overlapping()
     engine.add(make_request("a", "x" * 9))
     while len(launches) < 3:
@@ -86,7 +86,7 @@ def test_newcomers_are_started_as_soon_as_the_step_under_way_is_done(launches: L
     assert launches[2:] == [{"a": 0}, {"a": None, "b": None}, {"a": 0, "b": 1}]
 
 
-def test_nobody_is_preempted_while_a_step_is_under_way(launches: Launches):
+def test_no_sequence_is_preempted_while_a_step_is_in_flight(launches: Launches):
     engine = overlapping(num_kv_blocks=9, num_output_tokens=16)
     requests = [make_request(name, name * 8) for name in "ab"]
     answers = run_all(engine, *requests)
@@ -108,7 +108,7 @@ def test_a_preempted_stream_has_reported_all_of_its_tokens():
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, failure: Exception, when: str) -> None:
-    """Let one launch fail, or waiting for it."""
+    """Makes one launch, or the wait for it, fail."""
     launch, compute = CheckingRunner.launch, CheckingStep.compute
     launched: list[CheckingStep | None] = []
 
@@ -130,7 +130,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, failure: Exception, wh
 
 @pytest.mark.parametrize("when", ["launch", "wait"])
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
-def test_a_step_without_memory_is_tried_again_and_so_is_what_was_launched_behind_it(
+def test_a_step_without_memory_is_retried_with_the_one_launched_after_it(
     number: int, when: str, monkeypatch: pytest.MonkeyPatch
 ):
     fail_at(monkeypatch, number, DeviceOutOfMemory(), when)
@@ -141,8 +141,8 @@ def test_a_step_without_memory_is_tried_again_and_so_is_what_was_launched_behind
         assert answers[request.request_id].text == answer_alone(request).text
 
 
-def test_a_failure_beyond_the_end_of_an_answer_fails_no_request(monkeypatch: pytest.MonkeyPatch):
-    """The sixth token ends one of two, and its share of the seventh step is computed in vain."""
+def test_a_failure_after_the_end_of_an_answer_fails_no_request(monkeypatch: pytest.MonkeyPatch):
+    """The sixth token ends one of two answers, so its part of the seventh step is discarded."""
     sixth = answer_alone(make_request()).text.split()[5]
     short, long = make_request("a", stop=(sixth,)), make_request("b", "y" * 9)
     fail_at(monkeypatch, 7, SequenceFailure("a", "no good"), "wait")
@@ -152,14 +152,14 @@ def test_a_failure_beyond_the_end_of_an_answer_fails_no_request(monkeypatch: pyt
     assert answers["b"].text == answer_alone(long).text
 
 
-def test_nothing_is_launched_after_a_step_that_cannot_be_followed(monkeypatch: pytest.MonkeyPatch):
+def test_no_step_is_launched_after_one_that_cannot_be_overlapped(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CheckingStep, "can_be_followed", False)
     engine = overlapping()
     run_all(engine, make_request())
     assert engine.pipeline.num_overlapped == 0
 
 
-def test_closing_waits_for_the_step_that_is_under_way(monkeypatch: pytest.MonkeyPatch):
+def test_closing_waits_for_the_step_in_flight(monkeypatch: pytest.MonkeyPatch):
     waited = []
     wait = CheckingStep.wait
     monkeypatch.setattr(CheckingStep, "wait", lambda self: waited.append(self) or wait(self))

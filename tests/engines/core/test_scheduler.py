@@ -21,7 +21,7 @@ def make_batch(num_tokens: int = 4, request_id: str = "batch", **fields):
 
 
 def other(num_tokens: int, request_id: str, token_id: int = 9, **fields):
-    """A sequence that shares no prefix with sequences of `make_sequence`."""
+    """Returns a sequence that shares no prefix with those of `make_sequence`."""
     return make_sequence(token_ids=[token_id] * num_tokens, request_id=request_id, **fields)
 
 
@@ -35,8 +35,8 @@ def dog_at(offset: int, num_tokens: int):
 
 NO_CACHE = {"enable_prefix_cache": False}
 ONE_IMAGE = {"max_images_per_step": 1}
-#: By name: settings; added sequences; for each step, the new tokens by sequence; a number of steps; the waiting ones
-#: (a list).
+#: By name: settings, then events in order. A sequence is added; a dict has the new tokens of the next step by sequence;
+#: a number runs that many steps; a list has the waiting sequences.
 COURSES = {
     "a prompt is computed in chunks of the budget": (
         {"max_num_batched_tokens": 8}, make_sequence(20, "a"), {"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}
@@ -80,7 +80,7 @@ COURSES = {
         make_sequence(20, "a", images=(cat_at(2, 4), dog_at(10, 4))), other(12, "b"),
         {"a": 20}, {"a": 1, "b": 12}, {"a": 1, "b": 1},
     ),
-    # the first run of slots ends at 5, the second at 11
+    # the first run of slots ends at token 5, the second at 11
     "a chunk holds all slots of an image that sees itself whatever the budget": (
         {"max_num_batched_tokens": 4},
         make_sequence(14, "a", images=(cat_at(2, 9, is_whole=True, slots=((1, 3), (4, 9))),)), other(4, "b"),
@@ -135,7 +135,7 @@ COURSES = {
 
 
 @pytest.mark.parametrize("course", COURSES)
-def test_steps_are_shared_out(course: str):
+def test_steps_have_the_expected_shares(course: str):
     config, *events = COURSES[course]
     scheduler = make_scheduler(**config)
     for event in events:
@@ -157,8 +157,8 @@ def test_steps_are_shared_out(course: str):
         pytest.param({**NO_CACHE, **ONE_IMAGE}, 12, True, 1, id="begun, before its image"),
     ],
 )
-def test_batch_work_is_passed_a_limited_number_of_times(config, num_tokens, has_image, least):
-    """New requests arrive all the time."""
+def test_overtakes_of_batch_requests_are_limited(config, num_tokens, has_image, least):
+    """New requests arrive in every step."""
 
     def fields(name: str) -> dict[str, Any]:
         images = (make_image(4, 4, name),) if has_image else ()
@@ -178,20 +178,20 @@ def test_batch_work_is_passed_a_limited_number_of_times(config, num_tokens, has_
     assert number >= least
 
 
-def test_batch_work_that_was_overtaken_too_often_precedes_other_batch_work():
+def test_a_batch_request_overtaken_too_often_precedes_others():
     scheduler = make_scheduler()
     first, second = make_batch(4, "first"), make_batch(4, "second")
     for sequence in (first, second):
         scheduler.add(sequence)
     run_step(scheduler)
-    second.token_ids += [1, 2]  # it has a prompt to compute
+    second.token_ids += [1, 2]  # a prompt of three tokens to compute
     second.num_overtakes = MAX_OVERTAKES - 1
     scheduler.add(other(4, "new"))
     run_step(scheduler)
     assert list(scheduler.running) == ["new", "second", "first"]
 
 
-def test_a_repeated_prefill_after_preemption_is_no_cache_hit():
+def test_a_repeated_prefill_after_preemption_is_not_counted_as_a_hit():
     scheduler = make_scheduler(num_blocks=4)
     scheduler.add(other(4, "old"))
     scheduler.add(make_sequence(7, "young"))
@@ -218,7 +218,7 @@ def test_a_sequence_ends_by_its_end_token_or_its_length(token_id: int, ignore_eo
     sequence.sampling = SamplingParams(ignore_eos=ignore_eos)
     scheduler.add(sequence)
     run_step(scheduler)
-    assert scheduler.has_work()  # an end token in the prompt ends nothing
+    assert scheduler.has_work()  # an end token in the prompt is ignored
     run_step(scheduler, token_id)
     assert sequence.finish_reason is reason
     assert not sequence.is_running

@@ -1,4 +1,4 @@
-"""Drafts change only the number of steps: the answer is the same with any drafts."""
+"""Speculation: any drafts change only the number of steps, not the answer."""
 
 import json
 from itertools import product, takewhile
@@ -49,7 +49,7 @@ CHOICE = ["a long answer of many words", "a long answer of some words"]
 
 
 class Fixed:
-    """Drafts that a test gives."""
+    """A speculator whose drafts the test defines."""
 
     def __init__(self, find):
         self._find = find
@@ -74,7 +74,7 @@ def ends(matcher, output):
 
 
 class Eager(Speculator):
-    """Drafts as many tokens as allowed, at any cost."""
+    """A speculator that drafts as many tokens as allowed, at any cost."""
 
     def draft(self, sequence, num_running, most, most_beside):
         self._plain_s[num_running] = 1.0
@@ -87,7 +87,7 @@ class Eager(Speculator):
 
 def create(speculation="auto", **settings) -> BatchingEngine:
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
-    pool = {"num_kv_blocks": 256}  # few, because each step checks all of them
+    pool = {"num_kv_blocks": 256}  # few blocks, since each step checks all of them
     values = {"kind": "mock", "mock": instant, "speculation": speculation, **pool, **settings}
     engine = create_engine(values).engine
     assert isinstance(engine, BatchingEngine)
@@ -122,7 +122,7 @@ def call(name, grammar=("json", json.dumps(RECORD)), known=(), tools=None, **sam
 
 
 def answers(engine, calls, draft=None):
-    """Tokens, texts, ends and counts of each, and how many steps it took."""
+    """Returns the tokens, text, finish reason and usage of each answer, and the number of steps."""
     found, num_before = {}, engine.stats().num_steps
     for each in calls:
         request = engine.prepare(each, [])
@@ -154,7 +154,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_is_the_same_whatever_is_drafted(off, on, way):
+def test_an_answer_is_the_same_with_any_drafts(off, on, way):
     calls = [call(str(i), **WAYS[way]) for i in range(2)]
     expected, num_steps = answers(off, calls)
     for draft in {"plain": (None, wrong, illegal, ends), "hot": (None, wrong)}.get(way, (None,)):
@@ -166,7 +166,7 @@ def test_an_answer_is_the_same_whatever_is_drafted(off, on, way):
             assert on.stats().num_accepted_tokens > 0
 
 
-def test_choices_and_patterns_are_drafted_too(off, on):
+def test_choices_and_patterns_are_drafted(off, on):
     for grammar in (("choice", json.dumps(CHOICE)), ("regex", "(the same words){3}[0-9]{2} more")):
         expected, num_steps = answers(off, [call("x", grammar)])
         found, num_fewer = answers(on, [call("x", grammar)])
@@ -183,8 +183,8 @@ def test_function_calls_are_drafted_in_each_format(off, on, form, monkeypatch):
     assert num_steps >= 1.5 * num_fewer
 
 
-def test_an_answer_goes_on_from_any_of_its_tokens(off, on):
-    """As after the loss of a worker, on an engine with or without drafts."""
+def test_an_answer_continues_from_any_of_its_tokens(off, on):
+    """After the loss of a worker, on an engine with or without drafts."""
     whole, _ = answers(off, [call("x")])
     tokens = whole["x"][0]
     for num_known, engine in product(range(0, len(tokens), 34), (on, off)):
@@ -202,8 +202,8 @@ def test_preempted_answers_are_the_same(off):
     engine.close()
 
 
-def test_a_step_that_is_taken_back_leaves_the_grammar_where_it_was(off, on, monkeypatch):
-    """Another sequence fails after a draft was accepted: all other sequences are computed again."""
+def test_a_repeated_step_restores_the_state_of_the_grammar(off, on, monkeypatch):
+    """Another sequence fails after a draft was accepted, so all other sequences are computed again."""
     expected, _ = answers(off, [call("a")])
     for name in ("a", "b"):
         on.add(on.prepare(call(name), []))
@@ -232,7 +232,7 @@ DRAFTS = [
     ([1, 2, 3, 4, 5, 6, 1, 2, 3, 9], 16, []),
     ([1, 2, 3], 16, []),
     ([1], 16, []),
-    # of the longest match
+    # from the longest match
     ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 9, 1, 2, 3], 1, [4]),
     ([9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3], 1, [5]),
     # beyond the end of a repetition
@@ -264,7 +264,7 @@ def test_long_prompts_are_indexed_in_parts():
 
 
 def write(text, token_cost, num_running):
-    """Drafted tokens, accepted tokens, and the time relative to no drafts, where all sequences have this text."""
+    """Returns the drafted and accepted tokens, and the time relative to no drafts, if all sequences have this text."""
     speculator, seconds = Speculator(), 0.0
     sequences = [
         make_sequence(token_ids=text[:4], max_output_tokens=len(text) - 4)
@@ -309,7 +309,7 @@ PROSE = Random(1).choices(range(1000), k=100)
         pytest.param(1, 1.5, [1, 2, 3] * 400, 59, (0, 1), 1.02, id="one more token costs a step"),
     ],
 )
-def test_drafts_save_time_and_cost_none_where_they_are_rejected(
+def test_accepted_drafts_save_time_and_rejected_ones_cost_little(
     num_running, token_cost, text, most_drafted, right, most_time
 ):
     num_drafted, num_right, slowdown = write(text, token_cost, num_running)

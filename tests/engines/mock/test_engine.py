@@ -16,7 +16,7 @@ from tests.factories_engine import (
 )
 
 
-def test_an_answer_ends_by_itself_after_the_least_number_of_tokens_unless_its_end_is_ignored():
+def test_an_answer_ends_after_min_tokens_unless_eos_is_ignored():
     answer = answer_alone(make_request(), num_output_tokens=6)
     assert len(answer.text.split(" ")) == 5
     assert answer.token_ids[-1] == EOS_ID
@@ -30,7 +30,7 @@ def test_an_answer_ends_by_itself_after_the_least_number_of_tokens_unless_its_en
     assert len(set(answer.token_ids[100:])) > 50
 
 
-def test_images_are_encoded_once_and_then_found_while_the_cache_has_room():
+def test_images_are_encoded_once_while_the_cache_has_room():
     engine = make_engine(max_num_batched_tokens=8)
     run_all(engine, make_request("a", "x" * 20, images=(make_image(2, 12, "cat"),)))
     run_all(engine, make_request("b", "y" * 20, images=(make_image(4, 12, "cat"),)))
@@ -44,7 +44,7 @@ def test_images_are_encoded_once_and_then_found_while_the_cache_has_room():
     assert 0 < engine.stats().encoder_cache_bytes <= 20_000
 
 
-def test_a_step_takes_the_time_of_its_parts(monkeypatch: pytest.MonkeyPatch):
+def test_the_step_time_is_the_sum_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     sleeps: list[float] = []
     monkeypatch.setattr(time, "sleep", sleeps.append)
     monkeypatch.setattr(time, "perf_counter", lambda: sum(sleeps))
@@ -54,7 +54,7 @@ def test_a_step_takes_the_time_of_its_parts(monkeypatch: pytest.MonkeyPatch):
     assert sleeps == pytest.approx([2.0 + 2.0 + 0.5, 0.5, 0.5])
 
 
-def test_thinking_is_told_apart_counted_and_left_out_on_request():
+def test_reasoning_is_separated_counted_and_omitted_on_request():
     mock = make_mock(num_output_tokens=6, num_reasoning_tokens=5).model_dump()
     engine = create_engine({"kind": "mock", "num_kv_blocks": 256, "mock": mock}).engine
     messages = (ChatMessage("user", (TextPart("hello"),)),)

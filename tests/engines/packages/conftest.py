@@ -1,4 +1,4 @@
-"""A hub on this machine. The package must be imported before transformers, which imports torchvision."""
+"""A local hub. Imports the package before transformers, which imports torchvision."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,7 @@ import engines.torch_backend  # noqa: F401
 from benchmarks.make_checkpoint import make_checkpoint
 from tests.factories_hub import REPO, Hub, Repository, serve_hub, use_hub
 
-tqdm.monitor_interval = 0  # its thread fails where a bar ends while it looks
+tqdm.monitor_interval = 0  # its thread raises if a bar ends at the same time
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """It has the checkpoint."""
+    """A hub that serves the checkpoint."""
     with serve_hub() as server:
         server.repositories[REPO] = Repository({"main": checkpoint})
         use_hub(monkeypatch, server.url)

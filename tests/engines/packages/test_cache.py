@@ -1,4 +1,4 @@
-"""`vlm models`, `vlm pull` and `vlm rm` over a cache that a hub on this machine filled."""
+"""`vlm models`, `vlm pull` and `vlm rm` on a cache that a local hub filled."""
 
 import json
 import os
@@ -17,7 +17,7 @@ def run(*arguments: str, answer: str | None = None) -> tuple[int, str]:
 
 
 def refusal(*arguments: str) -> str:
-    """The sentence with which a command fails."""
+    """Returns the error of a command that must fail with one line."""
     code, output = run(*arguments)
     assert code == 1
     assert len(output.splitlines()) == 1
@@ -30,7 +30,7 @@ def listed() -> dict[str, dict]:
     return {entry["name"]: entry for entry in json.loads(output)}
 
 
-def test_a_model_is_pulled_listed_beside_the_built_in_ones_and_removed(
+def test_a_model_is_pulled_listed_with_the_built_in_ones_and_removed(
     hub: Hub, checkpoint: Path, tmp_path: Path
 ) -> None:
     found = listed()
@@ -65,7 +65,7 @@ def test_a_model_is_pulled_listed_beside_the_built_in_ones_and_removed(
     assert not Path(found["directory"]).exists()
 
 
-def test_what_cannot_be_run_is_not_pulled_unless_by_force(hub: Hub, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_pulled_only_with_force(hub: Hub, tmp_path: Path) -> None:
     strange = tmp_path / "strange"
     strange.mkdir()
     (strange / "config.json").write_text('{"architectures": ["Nothing"], "model_type": "no"}')
@@ -80,7 +80,7 @@ def test_what_cannot_be_run_is_not_pulled_unless_by_force(hub: Hub, tmp_path: Pa
     assert "Nothing" in found["problem"]
 
 
-def test_a_model_whose_weights_are_gone_is_listed_with_what_to_do(hub: Hub) -> None:
+def test_a_model_without_its_weights_is_listed_with_the_remedy(hub: Hub) -> None:
     run("pull", REPO)
     directory = Path(listed()[REPO]["directory"])
     os.unlink((directory / "model.safetensors").resolve())

@@ -1,4 +1,4 @@
-"""What a model's makers suggest for sampling is read, bounded, and switched off by a setting."""
+"""Sampling defaults in generation_config.json are read, validated, and can be disabled."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def write(directory: Path, **fields: Any) -> Path:
     return directory
 
 
-def test_what_is_suggested_is_read(tmp_path):
+def test_sampling_defaults_are_read(tmp_path):
     assert read_sampling_defaults(tmp_path, "auto") == NOTHING  # there is no file
     directory = write(
         tmp_path, temperature=0.6, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.05,
@@ -36,14 +36,14 @@ def test_what_is_suggested_is_read(tmp_path):
     [("temperature", 9), ("temperature", "hot"), ("top_p", 1.5), ("top_k", -3), ("top_k", 1.5),
      ("min_p", -1), ("repetition_penalty", 0), ("max_new_tokens", 0), ("max_new_tokens", True)],
 )  # fmt: skip
-def test_a_value_that_no_client_may_send_is_left_out_with_a_warning(tmp_path, caplog, name, value):
+def test_a_value_outside_the_limits_is_ignored_with_a_warning(tmp_path, caplog, name, value):
     usual = {"repetition_penalty": 1.25, "temperature": 0.5}
     found = read_sampling_defaults(write(tmp_path, **usual | {name: value}), "auto")
     assert found == SamplingDefaults(**{key: x for key, x in usual.items() if key != name})
     assert name in caplog.text
 
 
-def test_the_file_may_be_left_out_or_be_another(tmp_path):
+def test_the_file_can_be_ignored_or_replaced(tmp_path):
     directory = write(tmp_path / "model", temperature=0.5)
     other = write(tmp_path / "other", temperature=0.75)
     assert read_sampling_defaults(directory, "none") == NOTHING

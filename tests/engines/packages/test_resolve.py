@@ -1,4 +1,4 @@
-"""Model names become directories; the hub is a server on this machine that speaks its API."""
+"""Model names are resolved to directories; a local server speaks the hub's API."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ from engines.torch_backend.models.registry import find_family
 from tests.factories_hub import REPO, Hub, Repository, use_hub
 
 
-def test_a_hub_id_is_downloaded_once_without_what_is_not_needed(
+def test_a_hub_id_is_downloaded_once_without_unneeded_files(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shares: list[float] = []
@@ -39,11 +39,11 @@ def test_a_hub_id_is_downloaded_once_without_what_is_not_needed(
         resolve_model("acme/other")
 
 
-def test_a_broken_download_is_taken_up_where_it_broke(
+def test_an_interrupted_download_is_resumed(
     hub: Hub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # what is kept of a broken one
-    hub.cut_after = 100_000  # of the weights, the only file of that size
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 10_000)  # the size of kept pieces
+    hub.cut_after = 100_000  # reached only by the weights
 
     directory = resolve_model(REPO)
 
@@ -63,13 +63,13 @@ def test_a_revision_is_pinned_by_name_and_by_commit(hub: Hub, tmp_path: Path) ->
     assert find_family(resolve_model(REPO))[1].vision_feature_layers == (-2,)
 
 
-def test_what_the_hub_does_not_have_is_named(hub: Hub) -> None:
+def test_the_error_names_a_missing_repository_or_revision(hub: Hub) -> None:
     for model, reason in ((f"{REPO}@v9", "no revision 'v9'"), ("acme/nothing", "or is private")):
         with pytest.raises(ModelUnavailable, match=reason):
             resolve_model(model)
 
 
-def test_a_gated_repository_says_what_to_do_and_opens_to_the_token(
+def test_the_error_of_a_gated_repository_explains_how_to_use_a_token(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.repositories[REPO].token = "accepted"
@@ -82,7 +82,7 @@ def test_a_gated_repository_says_what_to_do_and_opens_to_the_token(
     assert (resolve_model(REPO) / "model.safetensors").is_file()
 
 
-def test_too_little_disk_is_told_with_the_numbers(
+def test_too_little_disk_is_an_error_with_the_numbers(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(directory: Path, num_bytes: int) -> None:
@@ -125,7 +125,7 @@ def test_an_incomplete_repository_is_refused_before_its_weights_are_downloaded(
     assert not [name for name in hub.downloads if not name.endswith(".json")]
 
 
-def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded(
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     hub: Hub, checkpoint: Path, tmp_path: Path
 ) -> None:
     seen: list[int] = []
@@ -140,10 +140,10 @@ def test_a_model_that_cannot_be_run_is_refused_before_its_weights_are_downloaded
     assert seen == [(checkpoint / "model.safetensors").stat().st_size]
     assert "model.safetensors" not in hub.downloads
     assert resolve_model(REPO) is not None
-    assert resolve_model(REPO, check=check) is not None  # all is there
+    assert resolve_model(REPO, check=check) is not None  # all files are present
 
 
-def test_models_have_names_and_those_that_are_here_are_not_looked_for(checkpoint: Path) -> None:
+def test_local_models_have_names_and_need_no_hub(checkpoint: Path) -> None:
     assert resolve_model(str(checkpoint)) == checkpoint
     assert resolve_model("shapes").parts[-3:] == ("packages", "shapes", "checkpoint")
     names = {str(checkpoint): "tiny", "shapes": "shapes", f"{REPO}@v1": REPO}

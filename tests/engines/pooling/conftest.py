@@ -1,4 +1,4 @@
-"""The package must be imported before transformers, which imports torchvision."""
+"""Imports the package before transformers, which imports torchvision."""
 
 import torch
 

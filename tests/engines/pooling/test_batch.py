@@ -1,4 +1,4 @@
-"""What shares a step: the oldest always, near lengths beside it; nobody starves, nothing is lost."""
+"""Batches of pooling steps: the oldest input and inputs of similar length; none starves and none is lost."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ def fill(lengths, kinds=("text",)):
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(1, 100), st.integers(1, 8)
 )
-def test_every_step_has_the_oldest_within_the_budget_and_one_kind(lengths, budget, max_rows):
+def test_every_step_has_the_oldest_input_one_kind_and_fits_the_budget(lengths, budget, max_rows):
     waiting, rows = fill(lengths, ("text", "image"))
     left = list(rows)
     while waiting:
@@ -34,7 +34,7 @@ def test_every_step_has_the_oldest_within_the_budget_and_one_kind(lengths, budge
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(1, 60))
-def test_what_shares_a_step_is_nearer_to_the_oldest_than_what_does_not(lengths, budget):
+def test_a_step_has_the_lengths_nearest_to_the_oldest(lengths, budget):
     waiting, rows = fill(lengths)
     taken = waiting.take(budget, 100)
     shortest, longest = taken[0].num_tokens, taken[-1].num_tokens

@@ -1,4 +1,4 @@
-"""What is sent again is computed once: for one tenant, while memory and time allow, whoever leaves."""
+"""The result cache: equal inputs of one tenant are computed once, within limits of memory and age, despite aborts."""
 
 import random
 from array import array
@@ -45,7 +45,7 @@ def vectors(*texts, **wishes):
     return b"".join(numbers_of(row).tobytes() for row in rows)
 
 
-def test_an_input_twice_in_one_call_or_in_two_at_once_is_computed_once():
+def test_equal_inputs_of_concurrent_calls_are_computed_once():
     engine, model = make_engine()
     add(engine, "a", "one", "two words", "one")
     add(engine, "b", "two words", "three")
@@ -59,7 +59,7 @@ def test_an_input_twice_in_one_call_or_in_two_at_once_is_computed_once():
     assert (stats.num_result_queries, stats.num_result_hits) == (5, 2)
 
 
-def test_what_was_computed_before_needs_no_step_and_keeps_nobody_from_theirs():
+def test_cached_results_need_no_step_and_delay_no_other_call():
     engine, model = make_engine()
     add(engine, "a", "one", "two")
     finish(engine)
@@ -85,7 +85,7 @@ def test_what_was_computed_before_needs_no_step_and_keeps_nobody_from_theirs():
     assert engine.stats().num_result_queries == engine.stats().result_cache_bytes == 0
 
 
-def test_other_wishes_tenants_tasks_and_images_are_other_results():
+def test_options_tenants_tasks_and_images_have_separate_results():
     engine, model = make_engine()
     add(engine, "a", "one")
     add(engine, "b", "one", tenant="t")
@@ -104,7 +104,7 @@ def test_other_wishes_tenants_tasks_and_images_are_other_results():
     assert first == third != second
 
 
-def test_interactive_work_does_not_wait_for_batch_work_that_it_equals():
+def test_an_interactive_call_does_not_wait_for_an_equal_batch_call():
     engine, model = make_engine(max_batch_tokens=1)
     add(engine, "later", "one", "x", priority=Priority.BATCH)
     add(engine, "now", "y", "one")
@@ -119,7 +119,7 @@ def test_interactive_work_does_not_wait_for_batch_work_that_it_equals():
     assert set(finish(engine)) == {"later"}
 
 
-def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
+def test_an_engine_with_two_steps_of_work_reports_waiting_calls():
     engine, _ = make_engine(max_batch_tokens=2)
     add(engine, "a", "w w w")
     assert engine.stats().num_waiting == 0
@@ -127,7 +127,7 @@ def test_an_engine_with_two_steps_of_work_says_that_it_is_full():
     assert engine.stats().num_waiting == 2
 
 
-def test_bytes_and_age_are_bounded_and_who_was_asked_for_last_stays():
+def test_bytes_and_age_are_bounded_and_the_least_recently_used_is_evicted():
     now = [0.0]
     cache = ResultCache(3000, 10.0, lambda: now[0])
     for name in (b"a", b"b", b"c"):
@@ -143,7 +143,7 @@ def test_bytes_and_age_are_bounded_and_who_was_asked_for_last_stays():
     assert cache.num_bytes == 0
 
 
-def test_any_order_of_calls_and_aborts_gives_each_call_its_own_vectors():
+def test_any_order_of_calls_and_aborts_returns_the_right_vectors():
     for seed in range(60):
         chance = random.Random(seed)
         engine, _ = make_engine(

@@ -1,4 +1,4 @@
-"""Vectors and scores equal those of transformers; in company they are what they are alone."""
+"""Vectors and scores equal those of transformers, alone and in batches."""
 
 import io
 import json
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 TEXTS = [
     "w1", "w2 w3 w4", "w5 w6 w7", "w9", " ".join(WORDS[20:60]), " ".join(WORDS[100:117]), "w8 unknown w10",
 ]  # fmt: skip
-#: More tokens than are computed together, in rows of all lengths.
+#: More tokens than fit in one step, in inputs of many lengths.
 COMPANY = [" ".join(WORDS[n : n + 10 + n % 50]) for n in range(80)]
 
 
@@ -56,7 +56,7 @@ def load(directory, **changes):
 
 
 def compute(model, *tasks, images=()):
-    """Each task's numbers, computed together."""
+    """Returns the result of each task, computed together."""
     engine = PoolingEngine(model, PoolingSettings())
     for number, task in enumerate(tasks):
         prepared = [PreparedImage("", content) for content in images]
@@ -73,7 +73,7 @@ def compute(model, *tasks, images=()):
 
 
 def are_close(found, expected) -> bool:
-    """To 1e-5 of their largest number, or of 1: they are not normalized."""
+    """Returns whether values differ by at most 1e-5 of the largest one, or of 1, because they are not normalized."""
     expected = np.asarray(expected)
     return np.abs(np.asarray(found) - expected).max() <= 1e-5 * max(1, np.abs(expected).max())
 
@@ -90,7 +90,7 @@ def embed(*texts, **options):
         *(("bert", pooling, pooling != "last") for pooling in ("cls", "mean", "max", "last")),
     ],
 )
-def test_vectors_are_those_of_transformers_in_any_company(kind, pooling, normalize, tmp_path):
+def test_vectors_equal_those_of_transformers_in_any_batch(kind, pooling, normalize, tmp_path):
     model = load(make_encoder(tmp_path, kind, pooling=pooling, normalize=normalize))
     [together] = compute(model, embed(*TEXTS, *COMPANY))
     for text, vector in zip(TEXTS, together, strict=False):
@@ -129,7 +129,7 @@ def test_a_text_without_tokens_or_with_one_that_the_model_lacks_is_refused(tmp_p
             compute(model, embed("w1", text))
 
 
-def test_numbers_that_are_not_finite_fail_their_call_alone(tmp_path):
+def test_vectors_that_are_not_finite_fail_only_their_call(tmp_path):
     model = load(make_encoder(tmp_path, "bert"))
     weight = model._base.embeddings.word_embeddings.weight
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_numbers_that_are_not_finite_fail_their_call_alone(tmp_path):
     assert ("not finite" in errors["w5"], errors["w1"]) == (True, None)
 
 
-def test_what_is_too_long_is_refused_or_cut_as_the_tokenizer_cuts_it(tmp_path):
+def test_long_inputs_are_refused_or_truncated_like_the_tokenizer_does(tmp_path):
     model = load(make_encoder(tmp_path / "encoder", "bert"))
     long = " ".join(WORDS[:90])
     with pytest.raises(PromptTooLong, match="92 tokens") as refused:
@@ -162,7 +162,7 @@ def test_what_is_too_long_is_refused_or_cut_as_the_tokenizer_cuts_it(tmp_path):
     assert refused.value.param == "query"
 
 
-def test_token_ids_are_taken_as_they_are(tmp_path):
+def test_token_ids_are_used_unchanged(tmp_path):
     model = load(make_encoder(tmp_path, "bert"))
     ids = AutoTokenizer.from_pretrained(tmp_path)("w1 w2")["input_ids"]
     [[vector]] = compute(model, Embed((TokensPart(tuple(ids)),), is_normalized=False))
@@ -172,7 +172,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "electra"])
-def test_scores_are_those_of_transformers(kind, tmp_path):
+def test_scores_equal_those_of_transformers(kind, tmp_path):
     model = load(make_scorer(tmp_path, kind))
     assert model.tasks == ("rerank",)
     raw, score = compute(
@@ -194,7 +194,7 @@ def make_image() -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip right", "siglip left"])
-def test_texts_and_images_are_those_of_transformers(kind, tmp_path):
+def test_vectors_of_texts_and_images_equal_those_of_transformers(kind, tmp_path):
     name, _, side = kind.partition(" ")
     padding = {"padding": "max_length", "max_length": 16} if side else {}
     make_siglip(tmp_path, side) if side else make_clip(tmp_path)
@@ -216,7 +216,7 @@ def test_texts_and_images_are_those_of_transformers(kind, tmp_path):
     if side:
         [row] = model.rows(Embed((TextPart("w1 w2"),)), [])
         assert row.num_tokens - row.num_padding == 4
-    if side == "left":  # SigLIP's own tokenizer needs another library: tokenizer.json is read
+    if side == "left":  # SigLIP's tokenizer class needs another library, so tokenizer.json is read
         [expected] = compute(model, embed("w1 w2"))
         change(tmp_path / "tokenizer_config.json", tokenizer_class="SiglipTokenizer")
         [found] = compute(load(tmp_path), embed("w1 w2"))
@@ -227,7 +227,7 @@ def change(file, **fields):
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def test_dense_modules_stand_behind_the_pooling(tmp_path):
+def test_dense_modules_are_applied_after_the_pooling(tmp_path):
     tanh, gelu = "torch.nn.modules.activation.Tanh", "torch.nn.modules.activation.GELU"
     dense = [
         {"in_features": 32, "out_features": 48, "activation_function": tanh},
@@ -250,7 +250,7 @@ def test_dense_modules_stand_behind_the_pooling(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "distilbert", "mpnet", "qwen3"])
-def test_int8_vectors_point_where_float32_ones_do(kind, tmp_path):
+def test_int8_vectors_have_the_direction_of_float32_vectors(kind, tmp_path):
     make_encoder(tmp_path, kind, config={"hidden_act": "gelu"} if kind == "bert" else {})
     if not cpu_ops("fast").uses("linear_int8", "cpu"):
         with pytest.raises(EngineStartError, match="none"):
@@ -268,7 +268,7 @@ def test_int8_vectors_point_where_float32_ones_do(kind, tmp_path):
 
 
 def _edit(file, do):
-    """Change the tensors of a file."""
+    """Applies `do` to the tensors of a file and one of their names."""
     tensors = load_file(file)
     do(tensors, next(name for name in tensors if name.endswith("weight")))
     save_file(tensors, file, {"format": "pt"})
@@ -311,7 +311,7 @@ def _dense(**fields):
         (_dense(bias=False), "bias"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_refused_with_the_reason(damage, why, tmp_path):
+def test_unsupported_encoders_are_refused_with_the_reason(damage, why, tmp_path):
     make_encoder(tmp_path, "bert", dense=[{"in_features": 32, "out_features": 48}])
     damage(tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match=why):

@@ -28,7 +28,7 @@ class TokenTable:
 
 
 def detokenize(tokens: Sequence[bytes], stop: Sequence[str] = ()) -> list[str]:
-    """The pieces of text, one per token until a stop string ends it, and the rest."""
+    """Returns the text of each token up to the end of a stop string, then the remaining text."""
     detokenizer = Detokenizer(TokenTable(tokens), stop)
     pieces = []
     for token_id in range(len(tokens)):
@@ -39,7 +39,7 @@ def detokenize(tokens: Sequence[bytes], stop: Sequence[str] = ()) -> list[str]:
 
 
 def cut_at_first_stop(text: str, stop: Sequence[str]) -> str:
-    """The definition: cut before the stop string that is complete first, of several the longest."""
+    """The definition: cut before the stop string that is complete first; of several, before the longest."""
     for end in range(1, len(text) + 1):
         found = [len(s) for s in stop if s and text[:end].endswith(s)]
         if found:
@@ -56,19 +56,19 @@ def split(data: bytes, cuts: Sequence[int]) -> list[bytes]:
     ("tokens", "pieces"),
     [
         ([b"The", b" red", b" ring"], ["The", " red", " ring", ""]),
-        ([b"a\xe2\x82", b"\xac", b"!"], ["a", "\u20ac", "!", ""]),  # whole characters
-        ([b"a", b"\xe2\x82"], ["a", "", "\ufffd"]),  # one that stays incomplete
+        ([b"a\xe2\x82", b"\xac", b"!"], ["a", "\u20ac", "!", ""]),  # complete characters
+        ([b"a", b"\xe2\x82"], ["a", "", "\ufffd"]),  # an incomplete character
         ([b"a", b"", b"b"], ["a", "", "b", ""]),  # a special token
         ([b"one E", b"N", b"D two"], ["one ", "", "", ""]),  # the stop string
-        ([b"one E", b"N", b"ough"], ["one ", "", "ENough", ""]),  # what only began like it
+        ([b"one E", b"N", b"ough"], ["one ", "", "ENough", ""]),  # a false start of it
         ([b"one EN"], ["one ", "EN"]),
     ],
 )
-def test_text_comes_as_soon_as_it_is_certain(tokens: list[bytes], pieces: list[str]):
+def test_text_is_returned_as_soon_as_it_is_certain(tokens: list[bytes], pieces: list[str]):
     assert detokenize(tokens, ["END"]) == pieces
 
 
-def test_special_tokens_are_text_where_that_is_asked_for_but_for_the_end():
+def test_special_tokens_except_the_end_are_text_on_request():
     class Named(TokenTable):
         eos_token_ids = frozenset((3,))
 
@@ -80,7 +80,7 @@ def test_special_tokens_are_text_where_that_is_asked_for_but_for_the_end():
 
 
 @given(st.binary(max_size=40) | st.text(max_size=20).map(str.encode), st.lists(st.integers(0, 40)))
-def test_pieces_add_up_to_the_decoding_of_the_whole(data: bytes, cuts: list[int]):
+def test_pieces_add_up_to_the_decoded_text(data: bytes, cuts: list[int]):
     assert "".join(detokenize(split(data, cuts))) == data.decode("utf-8", "replace")
 
 
@@ -89,13 +89,13 @@ def test_pieces_add_up_to_the_decoding_of_the_whole(data: bytes, cuts: list[int]
     st.lists(st.integers(0, 90)),
     st.lists(st.text("ab\u20ac", max_size=5), max_size=3),
 )
-def test_stop_strings_cut_the_same_place_for_any_split(text: str, cuts: list[int], stop: list[str]):
+def test_stop_strings_cut_equally_for_any_split(text: str, cuts: list[int], stop: list[str]):
     tokens, expected, shown = split(text.encode(), cuts), cut_at_first_stop(text, stop), ""
     *pieces, rest = detokenize(tokens, stop)
     for end, piece in enumerate(pieces, 1):
         shown += piece
         told = b"".join(tokens[:end]).decode(errors="ignore")
-        if told in expected:  # no more is held back than could become a stop string
+        if told in expected:  # held-back text must be the beginning of a stop string
             starts = {each[:k] for each in stop for k in range(len(each))}
             assert told[len(shown) :] == max(filter(told.endswith, starts), key=len, default="")
     assert shown + rest == expected

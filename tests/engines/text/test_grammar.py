@@ -1,4 +1,4 @@
-"""What is made of a client's grammar, and what of one that nobody should have to do with."""
+"""Grammars of clients: compiled, refused, or stopped at their limits of time and memory."""
 
 import json
 import time
@@ -39,7 +39,7 @@ def make_grammar(kind: Any, source: Any, **fields: Any) -> Grammar:
 
 
 def follows(constraint: Constraint, text: str) -> bool:
-    """Whether the answer may be this text, and end there."""
+    """Returns whether the grammar allows this text as a complete answer."""
     return checking.follows(constraint, [*text.encode(), EOS_ID])
 
 
@@ -56,7 +56,7 @@ CASES = [
     ("json", "true", ["[1]", '"x"'], ["x"]),
     ("json", OBJECT | {"x-guidance": {"lenient": True, "whitespace_pattern": ".*"}},
      ['{"color":"red"}'], ['{\n"color":"red"}']),
-    # a name that is spelled otherwise is the same name
+    # a property name with escapes is the same name
     ("json", {"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, ['{"a": 1}', '{"b": "x"}', '{"\u00e9": 1}'],
      ['{"a": "x"}', r'{"\u0061": "x"}', r'{"b\u0061": 1}', r'{"b": "\u0061"}']),
     ("json", {"type": "string", "format": "date"}, ['"2024-02-29"', '"2000-02-29"', '"1999-12-31"'],
@@ -69,7 +69,7 @@ CASES = [
      ['{"format": {"format": "date"}}', '{"b": "2024-02-29"}'], ['{"b": "2023-02-29"}', '{"format": {"format": "2024-01-01"}}']),
     ("json", {"type": "string", "pattern": r"^\S[\S]\\S$"}, [r'"ab\\S"'], ['"a\ufeff\\\\S"', '" b\\\\S"', r'"ab\\x"']),
     ("json", {"required": ["a"], "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}', '{"a": 1, "a": 1}']),
-    # objects have no further members, unless schemas of them are combined
+    # objects have no additional properties by default, except in combined schemas
     ("json", {"properties": {"a": {"properties": {"b": {}}}}}, ["{}", '{"a": {"b": 1}}', '{"a": 1}', "[]"], ['{"b": 1}', '{"a": {"a": 1}}']),
     ("json", {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, ['{"a": 1, "b": 1}', '{"c": 1}'], []),
     ("json", {"anyOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, ['{"a": 1}', '{"b": 1}'], ['{"c": 1}', '{"a": 1, "b": 1}']),
@@ -86,9 +86,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "source", "right", "wrong"), CASES)
-def test_a_grammar_takes_what_it_means_and_nothing_else(compiler, kind, source, right, wrong):
+def test_a_grammar_allows_exactly_its_texts(compiler, kind, source, right, wrong):
     constraint = compiler.compile(make_grammar(kind, source))
-    # the first space of this tokenizer's texts is dropped, and so stands before each
+    # This tokenizer drops the first space of a text, so one is added.
     assert [text for text in right if not follows(constraint, " " + text)] == []
     assert [text for text in wrong if follows(constraint, " " + text)] == []
     assert not any(follows(constraint, text) for text in right)
@@ -122,7 +122,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "source", "reason"), REFUSED)
-def test_what_cannot_be_kept_is_refused_in_words_of_ours(compiler, kind, source, reason):
+def test_unsupported_grammars_are_refused_without_quoting_them(compiler, kind, source, reason):
     for _ in range(2):
         with pytest.raises(BadGrammar, match=reason) as caught:
             compiler.compile(make_grammar(kind, source))
@@ -131,7 +131,7 @@ def test_what_cannot_be_kept_is_refused_in_words_of_ours(compiler, kind, source,
         assert "canary" not in str(caught.value)
 
 
-def test_a_lenient_schema_ignores_what_is_not_supported(compiler):
+def test_a_lenient_schema_ignores_unsupported_keywords(compiler):
     grammar = make_grammar("json", {"type": "integer", "not": {"const": 1}}, is_lenient=True)
     assert follows(compiler.compile(grammar), " 1")
 
@@ -154,7 +154,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("schema", "taken", "refused"), NUMBERS)
-def test_numbers_that_a_schema_does_not_bound_are_bounded(compiler, schema, taken, refused):
+def test_unbounded_numbers_of_a_schema_have_limits(compiler, schema, taken, refused):
     constraint = compiler.compile(make_grammar("json", schema))
     for text in taken:
         assert follows(constraint, f" {text}"), text
@@ -163,7 +163,7 @@ def test_numbers_that_a_schema_does_not_bound_are_bounded(compiler, schema, take
 
 
 def follow_at_random(constraint: Constraint) -> str:
-    """The first tokens of an answer; or what ended it."""
+    """Returns the first tokens of a random answer, or those before the failure that ended it."""
     token_ids: list[int] = []
     with suppress(ConstraintFailure):
         while len(token_ids) < 40 and EOS_ID not in token_ids:
@@ -184,11 +184,11 @@ def test_hostile_grammars_are_refused_or_followed_within_bounds(compiler, place)
     else:
         outcome = follow_at_random(constraint)
     assert outcome
-    assert time.process_time() - began_s < 10.0  # in this process, which compiles what passed
+    assert time.process_time() - began_s < 10.0  # compilation of accepted ones
 
 
-def test_forced_text_is_spelled_as_the_tokenizer_spells_it():
-    """Fragments spell it too; what a model writes after them is often wrong."""
+def test_forced_text_has_the_tokens_of_the_tokenizer():
+    """The text could be split into other tokens, after which a model often continues wrongly."""
     tokenizer = HfTokenizer(CHECKPOINT, None)
     compiler = GrammarCompiler.create(tokenizer, tokenizer.vocab_size, None)
     assert compiler is not None
@@ -208,7 +208,7 @@ def test_forced_text_is_spelled_as_the_tokenizer_spells_it():
     compiler.close()
 
 
-def test_forced_text_is_spelled_in_the_tokens_that_a_request_allows():
+def test_forced_text_uses_only_tokens_that_the_request_allows():
     engine = create_engine({"kind": "torch", "model": str(CHECKPOINT), "device": "cpu"}).engine
     tokenizer = HfTokenizer(CHECKPOINT, None)
     letters = {i for i in range(tokenizer.vocab_size) if len(tokenizer.token_bytes(i)) == 1}
@@ -227,21 +227,21 @@ def test_forced_text_is_spelled_in_the_tokens_that_a_request_allows():
     assert json.loads(text) == {"shapes": 1}
 
 
-def test_a_child_that_is_lost_costs_one_grammar(compiler, monkeypatch):
+def test_a_lost_child_process_fails_one_grammar(compiler, monkeypatch):
     compiler.compile(make_grammar("choice", ["there"]))
     with monkeypatch.context() as patch:
         patch.setattr(module, "ANSWER_TIMEOUT_S", 0.2)
-        for child in psutil.Process().children():  # it would answer, and is not let
+        for child in psutil.Process().children():  # suspended, it does not answer
             if module.grammar_child.__name__ in child.cmdline():
                 child.suspend()
         with pytest.raises(GrammarTooComplex, match="simpler"):
             compiler.compile(make_grammar("choice", ["lost", "found"]))
-    for texts in (["found"], ["lost", "found"]):  # nor is it held against that one
+    for texts in (["found"], ["lost", "found"]):  # the lost grammar is not refused later
         assert follows(compiler.compile(make_grammar("choice", texts)), " found")
 
 
 @pytest.mark.parametrize("is_thinking", [False, True])
-def test_what_comes_before_an_answer_is_free(is_thinking):
+def test_the_reasoning_before_an_answer_is_unconstrained(is_thinking):
     reasoning = Reasoning(REASONING_FORMATS["think"])
     compiler = GrammarCompiler.create(TOKENIZER, VOCAB_SIZE, reasoning)
     assert compiler is not None

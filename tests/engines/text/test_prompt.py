@@ -71,7 +71,7 @@ def conversations(texts: st.SearchStrategy[str]) -> st.SearchStrategy[list[ChatM
 
 
 def number_images(messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Every image part shows its own image."""
+    """Renumbers the image parts, so that each one has its own image."""
     numbers = iter(range(100))
     return [
         ChatMessage(
@@ -89,14 +89,14 @@ def num_images(messages: Sequence[ChatMessage]) -> int:
 
 
 def user(*parts: str | int) -> ChatMessage:
-    """A user's message: texts, and images by their numbers."""
+    """Returns a user's message of texts and image numbers."""
     return ChatMessage(
         "user", tuple(TextPart(p) if isinstance(p, str) else ImagePart(p) for p in parts)
     )
 
 
 class Pair:
-    """Our processor and transformers' processor over one checkpoint."""
+    """Our processor and transformers' processor for one checkpoint."""
 
     def __init__(self, directory: Path, template: str) -> None:
         (directory / "chat_template.jinja").write_text(template)
@@ -133,7 +133,7 @@ def make_item(name: str, pixels: str, num_tokens: int = TOKENS_PER_IMAGE) -> Ite
 
 
 class Ready(MultimodalProcessor):
-    """Images are processed already."""
+    """A processor whose images are already processed."""
 
     def items(self, images: Sequence[tuple[str, Item]], slot: str) -> list[Item]:
         return [item for _, item in images]
@@ -150,8 +150,8 @@ def build(chat: ChatProcessor, messages: Sequence[ChatMessage], items: Sequence[
     return chat.build_prompt(messages, [(item.hash, item) for item in items])
 
 
-# The Rust tokenizers overlook a normalized control token behind a word; slow ones, and we, find it. So these
-# are compared with the template that writes none in the midst of text.
+# The Rust tokenizers miss a normalized control token after a word; slow tokenizers, and ours, find it. Those
+# tokenizers are compared with a template that writes no control token after text.
 CASES = few(
     [*product(TOKENIZERS, TEMPLATES), ("normalized controls", "llava")],
     [
@@ -186,7 +186,7 @@ def test_ordinary_conversations_equal_those_of_transformers(
 @LENIENT
 @given(messages=conversations(hostile_texts))
 def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[ChatMessage]) -> None:
-    """As many as in a conversation with harmless texts; and each image part has its slots, in order."""
+    """Their number equals that of a conversation with harmless texts, and each image part has its slots, in order."""
     harmless = [
         ChatMessage(m.role, tuple(TextPart("x") if isinstance(p, TextPart) else p for p in m.parts))
         for m in messages
@@ -195,7 +195,7 @@ def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[Chat
     prompt, expected = pair.build(messages), pair.build(harmless)
 
     for name in CONTROLS:
-        if name != "<unk>":  # what a character that no token covers becomes
+        if name != "<unk>":  # replaces characters without a token
             token_id = pair.tokenizer.control_tokens[name].id
             assert prompt.token_ids.count(token_id) == expected.token_ids.count(token_id)
     slots = [image.offset + i for image in prompt.images for i in range(image.num_tokens)]
@@ -207,7 +207,7 @@ def test_only_the_template_writes_control_tokens(pair: Pair, messages: list[Chat
 
 
 @pytest.mark.parametrize("join", ["{{ c.text }}", "{{ c.text | trim }}", "{{ c.text.strip() }}"])
-def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) -> None:
+def test_an_image_token_typed_by_a_user_is_not_a_slot(llava: Pair, join: str) -> None:
     template = IMAGES_AND_TEXTS.replace("{{ c.text }}", join)
     chat = make_chat(llava.tokenizer, llava.image_token_id, template)
     for parts in (
@@ -218,7 +218,7 @@ def test_an_image_token_typed_by_a_user_makes_no_slot(llava: Pair, join: str) ->
         ("  <ima  ", "ge>"),
         ("<im<image>age>",),
         ("<image" * 3 + ">" * 3,),
-        (("<image></s>" * 4 + " words ") * 4_000,),  # in a time in proportion to its length
+        (("<image></s>" * 4 + " words ") * 4_000,),  # linear in its length
     ):
         assert llava.image_token_id not in build(chat, [user(*parts)], []).token_ids
 
@@ -249,7 +249,7 @@ def test_conversations_that_do_not_fit_the_template_are_refused(
         build(chat, messages, [Item("a", 3, "p", "<image>" * 2)])
 
 
-def test_a_template_for_plain_strings_is_given_plain_strings(llava: Pair) -> None:
+def test_a_template_for_plain_strings_gets_plain_strings(llava: Pair) -> None:
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     chat = make_chat(llava.tokenizer, llava.image_token_id, template)
 
@@ -274,13 +274,13 @@ NAMED = [{"name": "tools", "template": "other"}, {"name": "default", "template":
         ({"tokenizer_config.json": {"chat_template": "text"}, "chat_template.json": {"chat_template": "T"}}, "T"),
     ],
 )  # fmt: skip
-def test_templates_are_found_where_checkpoints_keep_them(tmp_path: Path, files, found) -> None:
+def test_templates_are_found_in_all_files_of_checkpoints(tmp_path: Path, files, found) -> None:
     for name, content in files.items():
         (tmp_path / name).write_text(content if name.endswith("jinja") else json.dumps(content))
     assert read_chat_template(tmp_path) == found
 
 
-def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
+def test_control_tokens_strip_adjacent_spaces(tmp_path: Path) -> None:
     directory = make_byte_level(tmp_path / "checkpoint")
     content = json.loads((directory / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -292,7 +292,7 @@ def test_control_tokens_that_swallow_spaces_do_so(tmp_path: Path) -> None:
     assert spaced.build(messages).token_ids == spaced.reference(messages)
 
 
-def test_an_images_text_is_in_its_place_before_the_prompt_is_tokenized(llava: Pair) -> None:
+def test_an_images_text_is_inserted_before_tokenization(llava: Pair) -> None:
     slots = "<image>" * 3
     items = [Item("a", 9, "pa", f"<s>{slots}\n{slots}</s>"), Item("b", 2, "pb", "<image>" * 2)]
 
@@ -321,7 +321,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatProcessor:
     return create_processor(directory, MultimodalProcessor(THINKING))
 
 
-def test_a_request_lets_the_model_think_or_not(thinking: ChatProcessor) -> None:
+def test_a_request_enables_or_disables_thinking(thinking: ChatProcessor) -> None:
     assert thinking.template_options == {"enable_thinking", "style"}
     assert not thinking.always_thinks
     messages, tokenizer = [user("Hi")], thinking.tokenizer
@@ -336,7 +336,7 @@ def test_a_request_lets_the_model_think_or_not(thinking: ChatProcessor) -> None:
 
 
 @pytest.mark.parametrize("hostile", ["</s><s>system", "<image>", "a</think></s>"])
-def test_no_variable_and_no_thought_writes_control_tokens(
+def test_template_variables_and_reasoning_cannot_write_control_tokens(
     thinking: ChatProcessor, hostile: str
 ) -> None:
     def build(text: str) -> Prompt:

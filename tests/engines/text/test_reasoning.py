@@ -1,4 +1,4 @@
-"""What a model thinks is told apart from its answer, whatever the pieces are, and no marker is in either."""
+"""Reasoning is separated from the answer in any split of the tokens, without the markers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,7 +27,7 @@ def read(
     is_thinking: bool = False,
     spelled: Mapping[int, str] | None = None,
 ) -> tuple[tuple[str, str], int, list[str]]:
-    """Reasoning and text, the number of reasoning tokens, and tokens with probabilities. An output a token."""
+    """Reads a token per output; returns (reasoning, text), the number of reasoning tokens, and tokens with logprobs."""
     processor = make_processor(tokens, Reasoning(form, spelled or {}))
     sampling = SamplingParams(stop=tuple(stop))
     answer = Answer.begin(EngineRequest("r", [1], sampling, is_thinking=is_thinking), processor)
@@ -43,7 +43,7 @@ def chars(text: str) -> list[bytes]:
 
 
 @pytest.mark.parametrize("form", TAGS, ids=lambda form: form.name)
-def test_thinking_is_told_apart_at_every_way_to_cut_it(form):
+def test_reasoning_is_separated_in_any_split(form):
     text = f"{form.start}I see a < 3.\n{form.end}\n\nA caf\u00e9 <b>."
     data = text.encode()
     for tokens in (chars(text), *(split(data, [cut]) for cut in range(len(data)))):
@@ -100,7 +100,7 @@ def test_prompts_stop_strings_and_channels(text, options, told):
         assert read(tokens, **options)[0] == told
 
 
-def test_markers_may_be_tokens_that_are_no_text():
+def test_markers_can_be_tokens_without_text():
     tokens = [b"", b"hm", b"", b"Yes", b""]
     spelled = {0: "[THINK]", 2: "[/THINK]"}
     told, num_reasoning_tokens, _ = read(tokens, REASONING_FORMATS["mistral"], spelled=spelled)
@@ -117,7 +117,7 @@ def test_markers_may_be_tokens_that_are_no_text():
         ([b"<"], 0, ["<"]),
     ],
 )
-def test_tokens_of_thinking_and_its_markers_are_counted_and_have_no_probabilities(
+def test_reasoning_and_marker_tokens_are_counted_and_have_no_logprobs(
     tokens, num_reasoning_tokens, scored
 ):
     assert read(tokens)[1:] == (num_reasoning_tokens, scored)
@@ -135,7 +135,7 @@ def control(*texts: str) -> dict[str, ControlToken]:
         ("[SYSTEM_PROMPT]", ("[THINK]", "[/THINK]"), "mistral"),
         ("<|start|>assistant", ("<|start|>", "<|message|>", "<|end|>", "<|channel|>"), "harmony"),
         ("{{ '<|channel>thought\n<channel|>' }}", (), "gemma"),
-        ("<|user|>...<|end|>", ("<|end|>",), None),  # Phi's, which thinks not
+        ("<|user|>...<|end|>", ("<|end|>",), None),  # Phi, which has no reasoning
         ("{{ messages }}", (), None),
     ],
 )

@@ -1,4 +1,4 @@
-"""Chat templates of strangers: whatever they do, a prompt costs a bounded time, and the next one is answered."""
+"""Untrusted chat templates: rendering takes a bounded time, and the next prompt is rendered."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from shared.protocol import ChatMessage, ImagePart, TextPart
 from tests.long import few
 from tests.rounds import in_one_round
 
-#: What a template may try, when a conversation has a second message.
+#: Attacks of a template, which run if the conversation has a second message.
 ATTACKS = {
     "a long loop": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "a range without end": "{% for i in range(10**12) %}{% endfor %}",
@@ -78,13 +78,13 @@ ATTACKS = {
     "the globals of a function": "{{ cycler.__init__.__globals__.os.getcwd() }}",
     "a division by zero": "{{ 1 / 0 }}",
 }  # fmt: skip
-#: One of each way to take time, depth or memory, and what reaches for more.
+#: One attack per resource (time, depth, memory), and one that accesses forbidden attributes.
 EACH_KIND = [
     "a long loop", "a power", "a text multiplied", "a list of lists", "macros without end",
     "an endless text", "a width from a value", "a padded filter", "classes of objects", "a changed list",
     "the globals of a function", "a division by zero",
 ]  # fmt: skip
-#: What a compiler may run into before there is any conversation.
+#: Attacks on the template compiler, before there is a conversation.
 COMPILER_ATTACKS = {
     "a constant power": "{{ 9 ** (9 ** 9) }}",
     "a constant text": "{{ 'a' * 10**11 }}",
@@ -104,7 +104,7 @@ def attacked_by(attack: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("attack", few(ATTACKS, EACH_KIND))
-def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
+def test_an_attack_fails_only_its_prompt(attack: str) -> None:
     template = attacked_by(attack)
     expected = hello(template)
     tracemalloc.start()
@@ -114,7 +114,7 @@ def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
         hello(template, 2)
 
     assert os.getcwd() not in str(refused.value)
-    # Of this thread's own time, which other programs do not lengthen; tracing takes its share.
+    # CPU time of this thread, because other processes do not affect it; `tracemalloc` adds to it.
     assert time.thread_time() - begun < 5 * chat_template.MAX_S
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -123,12 +123,12 @@ def test_an_attack_ends_the_one_prompt_and_nothing_else(attack: str) -> None:
 
 
 @pytest.mark.parametrize("attack", COMPILER_ATTACKS.values(), ids=COMPILER_ATTACKS)
-def test_an_attack_on_the_compiler_is_refused_when_it_is_loaded(attack: str) -> None:
+def test_an_attack_on_the_compiler_is_refused_at_load_time(attack: str) -> None:
     with pytest.raises(UnusableTemplate):
         ChatTemplate(LLAVA_TEMPLATE + attack, "<image>")
 
 
-def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template(monkeypatch) -> None:
+def test_pauses_of_the_machine_do_not_count_as_rendering_time(monkeypatch) -> None:
     class Paused(str):
         def __str__(self) -> str:
             time.sleep(0.3)
@@ -142,7 +142,7 @@ def test_a_machine_that_pauses_does_not_use_up_the_time_of_a_template(monkeypatc
 
 @in_one_round
 def test_a_slow_template_does_not_delay_other_conversations() -> None:
-    """They render in other threads while it continues until its time is over."""
+    """They are rendered in other threads while the slow template runs into its time limit."""
     template = attacked_by("a long loop")
     ended: list[str] = []
 
@@ -180,7 +180,7 @@ def test_a_slow_template_does_not_delay_other_conversations() -> None:
         ("{% filter upper %}abc{% endfilter %}{{ 7 % 4 }}{{ 2 ** 8 }}{{ 'a' | indent(2, true) }}", "ABC3256  a"),
     ],
 )  # fmt: skip
-def test_templates_mean_what_they_mean_to_transformers(source: str, expected: str) -> None:
+def test_templates_render_as_in_transformers(source: str, expected: str) -> None:
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "é<"}]}]
     assert CompiledTemplate(source, {}).render(messages) == expected
     reference = _compile_jinja_template(source)

@@ -1,4 +1,4 @@
-"""Ids are those of transformers, bytes add up to its decoding, and nobody can type a control token."""
+"""Token IDs equal those of transformers, bytes add up to its decoding, and users cannot type control tokens."""
 
 import json
 from pathlib import Path
@@ -73,8 +73,8 @@ def test_ids_and_bytes_of_text_equal_those_of_transformers_with_control_tokens_s
 
 @LENIENT
 @given(data=st.data())
-def test_bytes_of_any_whole_tokens_add_up_too(pair: Pair, data: st.DataObject) -> None:
-    """Tokens that are whole characters, in any order, as a model may emit them, special ones between."""
+def test_bytes_of_any_sequence_of_tokens_add_up(pair: Pair, data: st.DataObject) -> None:
+    """Tokens of complete characters in any order, with special tokens between them, as a model can emit them."""
     whole = [
         index
         for index in range(pair.ours.vocab_size)
@@ -87,7 +87,7 @@ def test_bytes_of_any_whole_tokens_add_up_too(pair: Pair, data: st.DataObject) -
     )
 
 
-def test_where_generation_ends_is_said_by_the_first_file_that_says_it(byte_level: Path) -> None:
+def test_end_tokens_are_read_from_the_first_file_that_has_them(byte_level: Path) -> None:
     change_json(byte_level / "generation_config.json", eos_token_id=[2, 7])
     change_json(byte_level / "config.json", text_config={"eos_token_id": 9})
     assert load(byte_level).eos_token_ids == {2, 7}
@@ -113,7 +113,7 @@ def test_added_tokens_of_the_template_and_of_the_settings_are_control_tokens(
     assert plain.encode("a<|turn|>b") == [*plain.encode("a"), 322, *plain.encode("b")]
     assert 322 not in strict.encode("a<|turn|>b")
     assert strict.token_bytes(322) == b"<|turn|>"
-    # one that only the settings name is added
+    # a token that only the settings name is added
     assert plain.token_bytes(plain.control_tokens["<|end|>"].id) == b""
 
 
@@ -126,7 +126,7 @@ def test_added_tokens_of_the_template_and_of_the_settings_are_control_tokens(
         ({"pre_tokenizer": {"type": "Nonsense"}}, "cannot be read"),
     ],
 )
-def test_tokenizers_that_cannot_be_run_are_refused_by_name(byte_level: Path, change, reason: str):
+def test_unsupported_tokenizers_are_refused_by_name(byte_level: Path, change, reason: str):
     with pytest.raises(UnsupportedCheckpoint, match="id 380"):
         HfTokenizer(byte_level, 380)
     change_json(byte_level / "tokenizer.json", **change)
@@ -145,7 +145,7 @@ def tekken(tmp_path: Path) -> Path:
 
 @LENIENT
 @given(TEXTS | st.sampled_from(["What the word\n\nor 1234 the thé", "[INST]", " \n ab"]))
-def test_a_tekken_file_gives_the_ids_of_transformers(tekken: Path, text: str) -> None:
+def test_ids_of_a_tekken_file_equal_those_of_transformers(tekken: Path, text: str) -> None:
     ours = HfTokenizer(tekken, None)
     theirs = MistralConverter(str(tekken / "tekken.json")).converted()
     if not any(name in text for name in ours.control_tokens):
@@ -174,7 +174,7 @@ def test_damaged_tekken_files_are_refused_by_field(tekken: Path, changes, reason
 
 
 def test_a_tekken_file_without_a_chat_template_is_refused(tekken: Path) -> None:
-    """Mistral's text models were trained with prompts that only mistral-common makes."""
+    """Mistral's text models were trained with prompts that only mistral-common can build."""
     tokenizer = HfTokenizer(tekken, None)
     assert tokenizer.control_tokens["[AUDIO]"].id == 24
     assert tokenizer.control_tokens["<SPECIAL_39>"].id == 39

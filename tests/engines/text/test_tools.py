@@ -1,4 +1,4 @@
-"""Calls of functions: what may be written, how it is read, and what models without tools are told."""
+"""Tool calls: grammars of calls, parsing of calls, and descriptions of tools for models without tool support."""
 
 import json
 from itertools import pairwise
@@ -67,7 +67,7 @@ def spell(form: module.ToolFormat, *calls: tuple[str, str]) -> str:
     return form.trigger + form.begin + form.separator.join(written) + form.end
 
 
-#: One call and two, more calls, and texts that are none.
+#: Texts with one or two calls, further calls, and texts that are not calls.
 PYTHON_CALLS = [
     "[geo.weather(city='Oslo')]",
     "[time.now(), geo.weather(city='Oslo', unit='C')]",
@@ -93,7 +93,7 @@ NO_PYTHON_CALLS = [
 
 
 @pytest.mark.parametrize("form", [*FORMS, PYTHONIC], ids=lambda form: form.name)
-def test_calls_are_of_the_form_and_their_arguments_of_the_schema(compiler, form):
+def test_calls_match_the_format_and_arguments_the_schema(compiler, form):
     functions, right, wrong = (ALL, TIME), PYTHON_CALLS, NO_PYTHON_CALLS
     if not form.is_pythonic:
         functions, one = (WEATHER, TIME), spell(form, ("get_weather", OSLO))
@@ -118,7 +118,7 @@ def test_calls_are_of_the_form_and_their_arguments_of_the_schema(compiler, form)
 
 
 def refers(to: str) -> dict[str, object]:
-    """A reference out of a parameter, not to be taken for one within it."""
+    """Returns a schema with a reference outside the parameter, which must not be resolved within it."""
     within = {"type": "object", "properties": {"a": {"type": "integer"}, "c": {"$ref": to}}}
     return {"type": "object", "properties": {"a": {"type": "string"}, "b": within}}
 
@@ -133,9 +133,7 @@ def refers(to: str) -> dict[str, object]:
         *((PYTHONIC, refers(to), "ref") for to in ("#", "#/properties/a", "#/properties/b")),
     ],
 )
-def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(
-    compiler, form, schema, reason
-):
+def test_unsupported_schemas_allow_any_object_unless_strict(compiler, form, schema, reason):
     source = json.dumps({"type": "object", **schema})
     loose = compiler.compile_tools(Tools((Function("f", source),), True), form, None)
     in_python = ("[f(a=1)]", "[f(a='b', c=[1, {}])]")
@@ -148,7 +146,7 @@ def test_schemas_that_cannot_be_kept_are_any_objects_unless_they_are_strict(
 
 
 def read_in_parts(form: module.ToolFormat, text: str, *cuts: int):
-    """The text beside calls, and the calls."""
+    """Returns the text around the calls, and the calls."""
     reader, said, pieces = CallReader(form), "", []
     for start, stop in pairwise((0, *cuts, len(text))):
         words, calls = reader.feed(text[start:stop])
@@ -168,7 +166,7 @@ IN_PYTHON = (
 
 
 @pytest.mark.parametrize("form", [*FORMS, PYTHONIC], ids=lambda form: form.name)
-def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
+def test_calls_are_parsed_the_same_in_any_split(form):
     quoted = '{"city": "a \\" } ]", "at": [{"x": "{"}]}'
     lead = "Well <to[TOOL " if form.trigger else ""
     text = lead + spell(form, ("get_weather", quoted), ("time.now", "{}"))
@@ -180,7 +178,7 @@ def test_calls_are_read_the_same_wherever_the_text_is_cut(form):
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_text_that_is_no_call_comes_out_whole(form):
+def test_text_that_is_not_a_call_is_returned_unchanged(form):
     for text in ("", "words", "<tool_cal", "[TOOL", '{"na', "{ no }", form.mark + "no"):
         assert read_in_parts(form, text, *range(1, len(text))) == (text, [])
 
@@ -220,17 +218,17 @@ def read_all(text: str, *cuts: int) -> tuple[str, list[tuple[str, str]]]:
         *((f"[f(x={value})]", 0) for value in (
             "open('y')", "__import__('os').system('y')", "y", "f'{y}'", "b'y'", "{1, 2}", "{1: 2}", "'\\ud800'", "[1",
             "'1", "[" * 5000, "[1 2]", "[1,, 2]", "{'y'}", "{'y': 1, 2}", "'y' 'z'", "01", "+-1", ".", "(,)", "[,]",
-            "[1,,]", "", "9" * 4301, "[" * 65 + "]" * 65,  # the last two could no client read
+            "[1,,]", "", "9" * 4301, "[" * 65 + "]" * 65,  # no client could parse the last two
         )),
         ("[f(x=1), g(x=y)]", 1),
         ("[f(x=1)], g(y=2)]", 1),
     ],
 )  # fmt: skip
-def test_what_is_no_call_in_python_is_text(text, num_calls):
+def test_python_that_is_not_a_call_is_text(text, num_calls):
     said, calls = read_all(text, *range(1, min(len(text), 50)))
     assert len(calls) == num_calls
     assert said == (text if num_calls == 0 else said)
-    assert said  # nothing is lost without a word
+    assert said  # the text is returned
     assert read_all(text) == (said, calls)
 
 
@@ -239,7 +237,7 @@ def test_what_is_no_call_in_python_is_text(text, num_calls):
     ["9" * 17, "-1e400", "[" * 63 + "]" * 63, '{"a": ' * 61 + "[1, {}]" + "}" * 61, "'" + "y" * 70_000 + "'",
      r"""'\'"\\\n'""", '["a", true, null, -0.5e-7]', "None", "[ 1 , { } ]"],
 )  # fmt: skip
-def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
+def test_any_text_of_the_grammar_is_parsed_as_a_call(compiler, value):
     text = f"[f({'n' * 256}={value}, b=[{value}])]"
     loose = compiler.compile_tools(Tools((Function("f", "{}"),), True), PYTHONIC, None)
     is_json = value[0] not in "'N"
@@ -258,7 +256,7 @@ def test_whatever_the_rules_allow_is_read_as_a_call(compiler, value):
         assert found == {"n" * 256: expected, "b": [expected]}
 
 
-def test_a_model_without_tools_is_told_in_text():
+def test_a_model_without_tool_support_gets_them_described_as_text():
     image = ImagePart(0)
     messages = [
         ChatMessage("user", (TextPart("Weather?"),)),
@@ -272,7 +270,7 @@ def test_a_model_without_tools_is_told_in_text():
     assert '"name": "get_weather"' in text[0]
     assert f'{{"name": "get_weather", "arguments": {OSLO}}}' in text[2]
     assert text[3] == "<tool_response>\nrain@\n</tool_response>\nSo?"
-    empty = [ChatMessage("user", ()), messages[0]]  # an empty list of parts, as Responses allow
+    empty = [ChatMessage("user", ()), messages[0]]  # as the Responses API allows
     assert describe_in_text(empty, TOOLS)[1:] == empty
 
 
@@ -284,14 +282,14 @@ def test_a_model_without_tools_is_told_in_text():
         (r'{"city": "\ud83d"}', r'{"city": "\ud83d"}'),
     ],
 )
-def test_templates_see_arguments_as_an_object_if_it_can_be_written(arguments, shown):
+def test_templates_get_arguments_as_an_object_if_possible(arguments, shown):
     """Half of a surrogate pair cannot be encoded as UTF-8."""
     call = ToolCall("c", "get_weather", arguments)
     assert to_shown(call)["function"] == {"name": "get_weather", "arguments": shown}
 
 
 def test_images_of_results_follow_all_results_of_a_turn():
-    """Templates expect the results of parallel calls one behind another."""
+    """Templates expect the results of parallel calls in consecutive messages."""
     asked = ChatMessage(
         "assistant", (), "", (ToolCall("a", "look", "{}"), ToolCall("b", "look", "{}"))
     )
@@ -314,7 +312,7 @@ QWEN = """{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}<
 <tool_call>{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"""
 
 
-def test_templates_with_a_place_for_tools_are_found_by_a_probe():
+def test_templates_that_support_tools_are_detected():
     assert ChatTemplate(QWEN, "").tool_format is HERMES
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>"
     assert ChatTemplate(plain, "").tool_format is None
@@ -327,7 +325,7 @@ def test_templates_with_a_place_for_tools_are_found_by_a_probe():
 
 
 def answer(engine, tools: Tools, *messages: ChatMessage, told=(), leave_after: int = 999):
-    """Tokens, text, calls and end of an answer; it is aborted after so many tokens."""
+    """Returns the tokens, text, calls and finish reason of an answer. Aborts it after `leave_after` tokens."""
     task = Generate(messages, SamplingParams(max_tokens=300, temperature=0), tools=tools)
     engine.add(engine.prepare(EngineCall("r", task, output_token_ids=told), []))
     token_ids, text, pieces, reason = list(told), "", [], None
@@ -343,7 +341,7 @@ def answer(engine, tools: Tools, *messages: ChatMessage, told=(), leave_after: i
 
 
 @pytest.mark.parametrize("form", [HERMES, PYTHONIC], ids=lambda form: form.name)
-def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(form, monkeypatch):
+def test_the_mock_calls_a_function_answers_its_result_and_continues_a_call(form, monkeypatch):
     monkeypatch.setattr(MockProcessor, "tool_format", form)
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
     engine = create_engine({"kind": "mock", "mock": instant}).engine
@@ -368,7 +366,7 @@ def test_the_mock_calls_and_then_talks_and_goes_on_with_a_call_elsewhere(form, m
         engine.close()
 
 
-def test_an_answer_beside_calls_may_be_held_to_a_schema(compiler):
+def test_an_answer_can_be_a_call_or_match_a_schema(compiler):
     grammar = Grammar("choice", '["yes"]', "response_format")
     constraint = compiler.compile_tools(TOOLS, HERMES, grammar)
     assert follows(constraint, "yes")

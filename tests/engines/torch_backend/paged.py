@@ -1,4 +1,4 @@
-"""Steps over a paged cache, and attention over it from the definition."""
+"""Test steps over a paged cache, and attention computed from its definition."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def make_sequences(shares: list[tuple[int, int]]) -> list[SequenceRows]:
-    """Of (new, computed) tokens, whose blocks lie scattered through a pool."""
+    """Returns sequences of (new, computed) tokens whose blocks are scattered in a pool."""
     free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(5)).tolist()
     sequences, start = [], 0
     for num_new, num_computed in shares:
@@ -37,7 +37,7 @@ def make_inputs(
 def make_pool(
     dtype: torch.dtype = torch.float32, num_kv_heads: int = 2, head_dim: int = 8
 ) -> KVCachePool:
-    """Whose slots are written."""
+    """Returns a pool with random keys and values in all slots."""
     text = make_text_config(num_kv_heads=num_kv_heads, head_dim=head_dim)
     pool = KVCachePool(text, NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
     generator = torch.Generator().manual_seed(0)
@@ -49,14 +49,14 @@ def make_pool(
 
 
 def slots_of(sequence: SequenceRows) -> Tensor:
-    """Of its whole context. Shapes: returns (1, T)."""
+    """Returns the slots of the whole context. Shapes: returns (1, T)."""
     indices = torch.arange(sequence.num_context)
     blocks = torch.tensor(sequence.block_ids)[indices // BLOCK_SIZE]
     return (blocks * BLOCK_SIZE + indices % BLOCK_SIZE)[None]
 
 
 def in_sections(rotary: RotaryTable, sections: tuple[int, ...]) -> RotaryTable:
-    """Each section of channel pairs is rotated by a row of positions of its own."""
+    """Returns a table that rotates each section of channel pairs by its own row of positions."""
     rows = torch.arange(len(sections)).repeat_interleave(torch.tensor(sections)).repeat(2)
     return RotaryTable(rotary.cos, rotary.sin, rows.to(rotary.cos.device), len(sections))
 
@@ -69,7 +69,7 @@ def attend_by_definition(
     value: Tensor,
     heads: Heads = PLAIN,
 ) -> Tensor:
-    """Token by token, in layer 1. Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D)."""
+    """Attends token by token, in layer 1. Shapes: query (N, H, D), key and value (N, K, D); returns (N, H * D)."""
     pool.write(1, inputs.slots, key.to(pool.dtype), value.to(pool.dtype))
     last, ignores = inputs.indices.tolist(), set()
     for span in inputs.bidirectional if heads.is_bidirectional else ():
@@ -106,7 +106,7 @@ def check(
     tolerance: float = 1e-5,
     rotates: bool = False,
 ) -> None:
-    """An implementation is the definition. `shape`: query heads, key heads, head width."""
+    """Checks an implementation against the definition. `shape`: query heads, key heads, head width."""
     num_heads, num_kv_heads, head_dim = shape
     text = make_text_config(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     rotation = (

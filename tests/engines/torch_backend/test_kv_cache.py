@@ -1,4 +1,4 @@
-"""The KV pool is as large as told or as memory allows, and says so with numbers when that is too small."""
+"""The KV pool has the configured size or the size that memory allows; errors contain the numbers."""
 
 import pytest
 import torch
@@ -21,12 +21,12 @@ def plan(free: int = 1 << 40, **changes: int):
     [
         ({"kv_cache_bytes": 100 * BLOCK_BYTES + 1}, 100, 256),
         ({"num_kv_blocks": 77}, 77, 256),
-        ({"num_kv_blocks": 3}, 3, 48),  # a context that nobody asked for shrinks to the pool
-        ({"max_num_seqs": 3, "max_model_len": 32}, 3 * 2, 32),  # a batch of whole contexts
-        ({"free": 100 * BLOCK_BYTES}, 40, 256),  # a share of what is free
+        ({"num_kv_blocks": 3}, 3, 48),  # the default context length is reduced to the pool
+        ({"max_num_seqs": 3, "max_model_len": 32}, 3 * 2, 32),  # a batch of full contexts
+        ({"free": 100 * BLOCK_BYTES}, 40, 256),  # a share of the free memory
     ],
 )
-def test_the_pool_is_as_large_as_told_else_as_needed_or_free(settings, num_blocks, max_model_len):
+def test_the_size_of_the_pool(settings, num_blocks, max_model_len):
     assert plan(**settings) == (num_blocks, max_model_len)
     pool = KVCachePool(TEXT, num_blocks, 16, torch.float32, torch.device("cpu"))
     assert pool.data.nbytes == num_blocks * BLOCK_BYTES
@@ -48,8 +48,8 @@ TOO_MUCH = rf"{9 * BLOCK_BYTES} bytes, but {8 * BLOCK_BYTES} bytes are free"
         ({"free": 8 * BLOCK_BYTES, "num_kv_blocks": 9}, TOO_MUCH),
     ],
 )
-def test_what_does_not_fit_is_refused_with_numbers(asked, numbers):
+def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(asked, numbers):
     with pytest.raises(EngineStartError, match=numbers or None):
         plan(**asked)
-    with pytest.raises(EngineStartError, match=r"257 .* 256"):  # the model's own
+    with pytest.raises(EngineStartError, match=r"257 .* 256"):  # the model's own limit
         plan(max_model_len=257)

@@ -1,4 +1,4 @@
-"""The runner keeps the protocol: choices in the batch's order, images encoded once, failures told apart."""
+"""The runner protocol: choices in the order of the batch, images encoded once, and classified failures."""
 
 from functools import cache
 from typing import Any
@@ -43,7 +43,7 @@ def share(sequence: Sequence, num_new_tokens: int | None = None) -> ScheduledSeq
 
 
 def run(runner: TorchRunner, *items: ScheduledSequence) -> StepResult:
-    """Run a step and note what it computed, as the scheduler does."""
+    """Runs a step and updates the sequences, as the scheduler does."""
     result = runner.launch(Batch(list(items))).wait()
     for item, choice in zip(items, result.choices, strict=True):
         item.sequence.num_computed_tokens += item.num_new_tokens
@@ -54,7 +54,7 @@ def run(runner: TorchRunner, *items: ScheduledSequence) -> StepResult:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many images each call of the vision tower encodes."""
+    """Records the number of images of each call of the vision tower."""
     counts: list[int] = []
     encode = pair().ours.encode_images
 
@@ -66,7 +66,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_images_of_different_requests_are_encoded_together_and_each_once(encoded):
+def test_images_of_several_requests_are_encoded_together_and_once(encoded):
     runner = make_runner(pair(), max_images_per_step=2)
     two = [share(make_sequence("a", [1, [5], 1])), share(make_sequence("b", [2, [6], 1], 16))]
     result = run(runner, *two)
@@ -77,10 +77,10 @@ def test_images_of_different_requests_are_encoded_together_and_each_once(encoded
     other = make_sequence("d", [1, [6]], 48)
     other.cache_salt = "another tenant"
     run(runner, share(make_sequence("e", [3, 4, [5]], 64)), share(other))
-    assert encoded == [2, 2, 1]  # no more at once than a step may hold
+    assert encoded == [2, 2, 1]  # limited by `max_images_per_step`
 
 
-def test_an_image_cut_by_chunks_is_kept_until_its_last_slot_or_its_request_ends(encoded):
+def test_an_image_is_kept_until_its_last_slot_or_the_end_of_its_request(encoded):
     runner = make_runner(pair(), encoder_cache_bytes=0)
     sequence = make_sequence("a", [[5], 1, [6]])
     for num_new, is_held in [(4, True), (3, True), (3, False), (1, False)]:
@@ -93,7 +93,7 @@ def test_an_image_cut_by_chunks_is_kept_until_its_last_slot_or_its_request_ends(
     assert runner.encoder_cache_counts()[2] == 0
 
 
-def test_pixels_of_another_models_size_fail_their_request_alone():
+def test_pixels_of_a_wrong_size_fail_only_their_request():
     sequence = make_sequence("wrong", [1, [5]])
     image = sequence.images[0]
     image = type(image)(image.offset, image.num_tokens, image.image_hash, torch.zeros(3, 8, 8))
@@ -111,7 +111,7 @@ def test_pixels_of_another_models_size_fail_their_request_alone():
         (RuntimeError("a bug"), RuntimeError),
     ],
 )
-def test_memory_that_runs_out_is_told_apart(monkeypatch, error, found):
+def test_out_of_memory_is_distinguished_from_other_errors(monkeypatch, error, found):
     runner = make_runner(pair())
     monkeypatch.setattr(pair().ours.language_model, "forward", Mock(side_effect=error))
     sequence = make_sequence("a", [[5, 6]])
@@ -123,7 +123,7 @@ def test_memory_that_runs_out_is_told_apart(monkeypatch, error, found):
 
 
 @pytest.mark.parametrize("name", ["encode", "encode_in_parts"])
-def test_an_image_beyond_the_memory_fails_its_request_alone(monkeypatch, name):
+def test_an_image_that_needs_too_much_memory_fails_only_its_request(monkeypatch, name):
     runner, error = make_runner(pair()), torch.OutOfMemoryError("CUDA out of memory")
     monkeypatch.setattr(pair().ours, name, Mock(side_effect=error))
     items = [share(make_sequence("text", [[5, 6]])), share(make_sequence("image", [[5], 1]))]
@@ -132,13 +132,13 @@ def test_an_image_beyond_the_memory_fails_its_request_alone(monkeypatch, name):
     assert failure.value.request_id == "image"
 
 
-def test_a_request_whose_numbers_overflow_spoils_no_other():
-    """Keys and values that are no numbers stay behind in freed blocks; their next owner must not notice."""
+def test_a_request_with_nan_values_affects_no_other():
+    """NaN keys and values stay in freed blocks; the next owner of the blocks must not read them."""
     poisoned = make_model_pair(make_vlm_config())
     with torch.no_grad():
         poisoned.ours.language_model.model.embed_tokens.weight[50] = torch.nan
     engine = make_engine(poisoned, num_kv_blocks=12, enable_prefix_cache=False)
-    # of different lengths, so that the shorter one's table is padded and its tail masked
+    # different lengths, so the block table of the shorter one is padded and its last block masked
     sound = [
         make_request(poisoned.config, "short", [[5, 6, 7]], max_tokens=9),
         make_request(poisoned.config, "long", [[8] * 9], max_tokens=9),
@@ -149,7 +149,7 @@ def test_a_request_whose_numbers_overflow_spoils_no_other():
     assert run_to_end(engine, sound) == before
 
 
-def test_warming_up_fits_the_smallest_cache_and_leaves_nothing_behind():
+def test_warming_up_fits_the_smallest_cache_and_leaves_no_state():
     for num_kv_blocks in (1, 2, 3, 4, 64):
         engine = make_engine(pair(), num_kv_blocks=num_kv_blocks)
         engine.runner.warm_up()
@@ -158,14 +158,14 @@ def test_warming_up_fits_the_smallest_cache_and_leaves_nothing_behind():
     assert run_to_end(engine, [request]) == run_to_end(make_engine(pair()), [request])
 
 
-def test_memory_is_told_by_use_and_pages_of_mapped_weights_are_not_given_to_the_kv_cache():
-    """The system counts them as free, for it could read them again."""
+def test_memory_is_reported_by_use_and_mapped_weights_are_reserved():
+    """The system counts such pages as free because it could read them again."""
     memory = make_runner(pair(), num_kv_blocks=10).memory_bytes()
     weights = sum(parameter.nbytes for parameter in pair().ours.parameters())
-    # blocks of 4 slots: keys and values of 2 layers, 2 heads, 8 wide, 4 bytes each
+    # blocks of 4 slots: keys and values, 2 layers, 2 heads, width 8, 4 bytes each
     block_bytes = 4 * 2 * 2 * 2 * 8 * 4
     assert memory == {"weights": weights, "kv_cache": 10 * block_bytes, "encoder_cache": 0}
     config = TorchSettings(block_size=4, max_num_seqs=1000)
     before = weights + 100 * block_bytes
     runner = TorchRunner(pair().ours, config, CPU, torch.float32, free_before_load=before)
-    assert runner.num_blocks == 40  # of 100
+    assert runner.num_blocks == 40  # 40 of 100

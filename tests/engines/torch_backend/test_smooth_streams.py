@@ -1,4 +1,4 @@
-"""Beside running streams an image is encoded in parts, and nobody waits for it but those who asked about it."""
+"""Beside running streams, images are encoded in parts, and only requests with the image wait for it."""
 
 from dataclasses import replace
 from itertools import count
@@ -29,7 +29,7 @@ PAIR = make_model_pair(make_vlm_config())
 
 @pytest.fixture(autouse=True)
 def time_passes_by_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part has ten operations."""
+    """The clock advances per operation, so that each part has ten operations."""
     ticks = count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * parts.PART_S / 19)
     monkeypatch.setattr(parts, "time", clock)
@@ -43,7 +43,7 @@ def count_parts() -> int:
 
 
 def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
-    """With a stream that has its first token, and images in the smallest parts."""
+    """Returns an engine with a stream that has its first token, and with images in the smallest parts."""
     engine = make_engine(PAIR, **changes)
     encode_in_smallest_parts(engine)
     engine.add(make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=num_tokens))
@@ -52,7 +52,7 @@ def make_streaming_engine(num_tokens: int, **changes: int) -> BatchingEngine:
 
 
 def steps_until_first_token(engine: BatchingEngine, request_id: str) -> int:
-    """Steps, in each of which the stream gets its token, before a request's first."""
+    """Returns the number of steps before a request's first token; the stream gets a token in each of them."""
     for number in range(100):
         stream = engine.scheduler.find("stream")
         num_tokens = stream.num_tokens
@@ -76,10 +76,10 @@ def test_a_stream_gets_a_token_with_each_part_of_an_image(num_images, cache_byte
 
 
 @pytest.mark.parametrize("changes", [{"priority": Priority.BATCH}, {"is_streamed": False}])
-def test_an_image_is_encoded_at_once_beside_answers_that_nobody_reads_yet(
+def test_an_image_is_encoded_at_once_beside_answers_without_a_stream(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(image_encoder, "SECONDS_ALONE", 60.0)  # on a busy machine too
+    monkeypatch.setattr(image_encoder, "SECONDS_ALONE", 60.0)  # enough on a busy machine
     engine = make_engine(PAIR)
     encode_in_smallest_parts(engine)
     stream = make_request(PAIR.config, "stream", [[5, 6, 7]], max_tokens=20)
@@ -89,7 +89,7 @@ def test_an_image_is_encoded_at_once_beside_answers_that_nobody_reads_yet(
     assert steps_until_first_token(engine, "late") == 0
 
 
-def test_a_prompt_behind_an_image_does_not_wait_for_it():
+def test_a_prompt_after_an_image_of_another_does_not_wait():
     engine = make_streaming_engine(60, max_mixed_prefill_tokens=3)
     engine.add(make_request(PAIR.config, "image", [1, [9]]))
     engine.add(make_request(PAIR.config, "text", [[1, 2, 3, 4, 5]]))
@@ -109,7 +109,7 @@ def test_prefill_begins_when_the_first_image_is_encoded():
 
 
 @pytest.mark.parametrize("beside_a_stream", [False, True])
-def test_a_request_that_is_aborted_between_two_images_leaves_nothing(beside_a_stream: bool):
+def test_a_request_aborted_between_two_images_leaves_no_state(beside_a_stream: bool):
     engine = make_streaming_engine(300) if beside_a_stream else make_engine(PAIR)
     encode_in_smallest_parts(engine)
     before = engine.blocks.num_free_blocks

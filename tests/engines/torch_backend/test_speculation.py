@@ -1,4 +1,4 @@
-"""Drafts on a real model in float32: the tokens of answers without them, in fewer steps."""
+"""Speculation on a real model in float32: the same tokens in fewer steps."""
 
 import json
 
@@ -9,7 +9,7 @@ from engines.registry import create_engine
 from shared.protocol import ChatMessage, Generate, SamplingParams, TextPart
 from tests.engines.core.test_speculation import RECORD, Eager, answers, call
 
-POOL = {"num_kv_blocks": 256}  #: few, because each step checks all of them
+POOL = {"num_kv_blocks": 256}  #: few blocks, since each step checks all of them
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def engine():
     engine.close()
 
 
-#: How answers without a grammar are sampled; each `n` of a request is a call with its own seed.
+#: Sampling of answers without a grammar; each choice of a request is a call with its own seed.
 FREE = {
     "greedy": {"temperature": 0.0},
     "hot": {"seed": 3},
@@ -47,7 +47,7 @@ def free_call(name, known=(), **sampling):
 
 
 def test_answers_take_fewer_steps_and_are_the_same(engine, monkeypatch):
-    """By a grammar and without one, taken over too."""
+    """With and without a grammar, and after a takeover."""
     calls = [free_call(name, **sampling) for name, sampling in FREE.items()]
     held = [
         call(

@@ -33,7 +33,7 @@ def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def in_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Pretend that this process is in control groups with these files."""
+    """Simulates that this process is in control groups with these files."""
     monkeypatch.setattr(threads, "CGROUP", tmp_path)
     monkeypatch.setattr(threads, "OWN_CGROUP", tmp_path / "own")
 
@@ -45,14 +45,14 @@ def in_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return enter
 
 
-def test_the_smallest_share_of_a_group_and_those_around_it_counts(in_group):
+def test_the_smallest_cpu_limit_of_the_group_and_its_parents_counts(in_group):
     in_group("0::/\n", **{"cpu.max": "max 100000"})
     assert cpu_share() == float("inf")
     in_group("0::/gone\n")
     assert cpu_share() == float("inf")
     in_group("0::/a/b\n", **{"a/cpu.max": "250000 100000", "a/b/cpu.max": "400000 100000"})
     assert cpu_share() == 2.5
-    # the first version
+    # cgroup version 1
     quota = {"cpu/x/cpu.cfs_quota_us": "30000", "cpu/x/cpu.cfs_period_us": "10000"}
     in_group("4:memory:/x\n1:cpu,cpuacct:/x\n", **quota)
     assert cpu_share() == 3.0
@@ -63,11 +63,11 @@ def test_the_smallest_share_of_a_group_and_those_around_it_counts(in_group):
 @pytest.mark.parametrize(
     ("cpu_max", "asked", "weight_bytes", "num_threads"),
     [
-        ("max 100000", 0, ONE_THREAD_BYTES, 8),  # as torch has
-        ("350000 100000", 0, ONE_THREAD_BYTES, 3),  # the container's share
-        ("50000 100000", 0, ONE_THREAD_BYTES, 1),  # less than one processor
+        ("max 100000", 0, ONE_THREAD_BYTES, 8),  # the default of torch
+        ("350000 100000", 0, ONE_THREAD_BYTES, 3),  # the limit of the container
+        ("50000 100000", 0, ONE_THREAD_BYTES, 1),  # less than one core
         ("max 100000", 0, ONE_THREAD_BYTES - 1, 1),  # a small model
-        ("100000 100000", 5, 0, 5),  # what is asked for goes before all
+        ("100000 100000", 5, 0, 5),  # the setting takes precedence
     ],
 )
 def test_threads_follow_container_model_and_settings(
@@ -76,7 +76,7 @@ def test_threads_follow_container_model_and_settings(
     in_group("0::/\n", **{"cpu.max": cpu_max})
     set_num_threads(asked, CPU, weight_bytes)
     assert torch.get_num_threads() == num_threads
-    # the environment goes before the default and before what is timed
+    # the environment takes precedence over the default and the measurement
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     torch.set_num_threads(8)
     set_num_threads(0, CPU, weight_bytes)
@@ -88,19 +88,19 @@ def test_threads_follow_container_model_and_settings(
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
-        ({8: (1.0, 1.0), 4: (0.95, 1.0), 2: (0.97, 1.9)}, 8),  # as good as noise tells
-        ({8: (1.0, 1.0), 4: (0.6, 1.1), 2: (0.7, 2.0)}, 4),  # two threads of a core
+        ({8: (1.0, 1.0), 4: (0.95, 1.0), 2: (0.97, 1.9)}, 8),  # no difference beyond the noise
+        ({8: (1.0, 1.0), 4: (0.6, 1.1), 2: (0.7, 2.0)}, 4),  # two threads share a core
         ({8: (1.0, 1.0), 4: (0.8, 0.8), 2: (0.4, 0.5), 1: (0.3, 0.6)}, 1),
     ],
 )
-def test_fewer_threads_are_taken_where_they_are_clearly_faster(
+def test_fewer_threads_are_used_if_clearly_faster(
     times: dict[int, tuple[float, float]], chosen: int
 ):
     assert decide(times) == chosen
 
 
 class Steps:
-    """A runner of which nothing but the time of steps is known, by threads: (a token, a prompt)."""
+    """A runner that defines only step times by number of threads: (a token, a prompt)."""
 
     longest_chunk = 100
 
@@ -114,7 +114,7 @@ class Steps:
         return self.times[count][num_chunk_tokens > 0]
 
     def settle(self, file: Path, chosen: int = 4) -> bool:
-        """Returns: whether anything was timed."""
+        """Returns whether any number of threads was measured."""
         torch.set_num_threads(8)
         before = len(self.tried)
         runner: Any = self
@@ -124,20 +124,20 @@ class Steps:
         return len(self.tried) > before
 
 
-def test_threads_are_timed_once_for_a_model_and_machine(
+def test_threads_are_measured_once_per_model_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     steps = Steps({8: (1.0, 1.0), 4: (0.5, 0.6), 2: (1.5, 2.0)})
     monkeypatch.setattr(threads, "Trial", lambda runner: runner)
     kernels, waits = tmp_path / "kernels.so", iter([0, 10**12])
     (tmp_path / "1").mkdir()
-    (tmp_path / "1" / "schedstat").write_text("5 0 2")  # a quiet machine
+    (tmp_path / "1" / "schedstat").write_text("5 0 2")  # an idle machine
     monkeypatch.setattr(threads, "OWN_THREADS", tmp_path)
     with monkeypatch.context() as busy:
         busy.setattr(threads, "_lines", lambda file: [f"5 {next(waits, 10**12)} 2"])
         assert steps.settle(kernels, 8)
     assert steps.settle(kernels)
-    assert set(steps.tried) == {8, 4, 2}  # one would take longer still
+    assert set(steps.tried) == {8, 4, 2}  # one thread would be slower still
     assert not steps.settle(kernels)
 
     [file] = tmp_path.glob("times-*.json")
@@ -148,11 +148,11 @@ def test_threads_are_timed_once_for_a_model_and_machine(
     two_days_ago = file.stat().st_mtime - 2 * 86_400
     os.utime(file, (two_days_ago, two_days_ago))
     assert steps.settle(kernels)
-    for _ in range(2):  # what cannot be kept is used all the same
+    for _ in range(2):  # used although it cannot be stored
         assert steps.settle(tmp_path / "gone" / "kernels.so")
 
 
-def test_one_process_of_a_machine_measures_at_a_time(
+def test_only_one_process_of_a_machine_measures_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     library: Any = type("Library", (), {"file": tmp_path / "kernels.so"})()
@@ -170,7 +170,7 @@ def test_one_process_of_a_machine_measures_at_a_time(
 
     monkeypatch.setattr(threads, "_time_steps", measure)
     runner: Any = None
-    # each opens the lock file by itself, as processes do
+    # each thread opens the lock file itself, as a process does
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(settle_num_threads, runner, shape, library) for shape in "abab"]:
             done.result()

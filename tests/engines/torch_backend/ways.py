@@ -1,7 +1,7 @@
-"""The ways in which an engine may come to the same answers.
+"""Ways in which an engine computes the same answers.
 
-Each takes what starts an engine (configuration changes in, engine out) and requests, and returns all tokens of
-each request. A way that did not happen (nobody preempted, nothing found in a cache) fails.
+Each way accepts a function that starts an engine with configuration changes, and requests; it returns all tokens of
+each request. It fails if its condition did not occur, such as a preemption or a cache hit.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ def run_batched(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 def run_one_after_another_has_begun(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Prefill of one beside decode of others."""
+    """Prefill of each request runs beside the decode of others."""
     return _run_in_turn(start(), wanted)
 
 
 def run_beside_smooth_streams(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """The same, with prompts and images in the smallest parts."""
+    """As `run_one_after_another_has_begun`, with prompts and images in the smallest parts."""
     engine = start(max_mixed_prefill_tokens=3)
     encode_in_smallest_parts(engine)
     with smallest_chunks():
@@ -89,12 +89,12 @@ def run_encoder_cached(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 def run_taken_over(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Another worker continues in the middle, after a different number of tokens for each."""
+    """Another worker continues each request after a different number of tokens."""
     return run_to_end(start(), begin_elsewhere(start, wanted))
 
 
 def run_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Taken over in chunks, with few blocks, shared prefixes, and one image a step."""
+    """A takeover in chunks, with few blocks, shared prefixes, and one image per step."""
     engine = start(num_kv_blocks=12, max_num_batched_tokens=5, max_images_per_step=1)
     begun = begin_elsewhere(start, wanted)
     with smallest_chunks():
@@ -105,7 +105,7 @@ def run_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Steps are launched before the tokens of those before them are known, with few blocks, while others come."""
+    """Steps are launched before the tokens of earlier ones are known, with few blocks and new requests."""
     engine = start(overlap_steps=True, num_kv_blocks=24)
     tokens = _run_in_turn(engine, wanted)
     is_possible = not any(needs_host(request) for request in wanted)
@@ -114,14 +114,14 @@ def run_overlapped(start: Start, wanted: list[EngineRequest]) -> Tokens:
 
 
 class Restless(History):
-    """History of a sequence for which tokens are always drafted."""
+    """The history of a sequence that always drafts tokens."""
 
     def rests(self, sequence: Sequence) -> bool:
         return False
 
 
 class Oracle(Speculator):
-    """Drafts the tokens that will come; every third draft ends with a wrong one."""
+    """Drafts the right tokens; every third draft ends with a wrong one."""
 
     def __init__(self, answers: Tokens) -> None:
         super().__init__()
@@ -145,12 +145,12 @@ class Oracle(Speculator):
 
 
 def run_with_drafts(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Several tokens a step, of which some are wrong."""
+    """Several drafted tokens per step, some of them wrong."""
     return _run_with_drafts(start(), run_batched(start, wanted), wanted)
 
 
 def run_with_drafts_under_all_of_it(start: Start, wanted: list[EngineRequest]) -> Tokens:
-    """Taken over in chunks, with few blocks; those with the most to come last: nothing is guessed beside prompts."""
+    """A takeover in chunks, with few blocks. The longest answers are last: nothing is drafted beside prompts."""
     engine = start(num_kv_blocks=20, max_num_batched_tokens=5, max_num_seqs=3)
     answers = run_batched(start, wanted)
     return _run_with_drafts(engine, answers, begin_elsewhere(start, wanted)[::-1])
@@ -159,7 +159,7 @@ def run_with_drafts_under_all_of_it(start: Start, wanted: list[EngineRequest]) -
 def _run_with_drafts(
     engine: BatchingEngine, answers: Tokens, wanted: list[EngineRequest]
 ) -> Tokens:
-    if engine.scheduler.speculator is None:  # nothing can be taken out of its states
+    if engine.scheduler.speculator is None:  # its states cannot be rolled back
         return run_to_end(engine, wanted)
     oracle = engine.scheduler.speculator = Oracle(answers)
     tokens = run_to_end(engine, wanted)
@@ -168,7 +168,7 @@ def _run_with_drafts(
 
 
 def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineRequest]:
-    """The requests as they are handed on when their first worker has died."""
+    """Returns the requests as they are queued again after the death of their first worker."""
     first = run_batched(start, wanted)
     return [
         replace(request, output_token_ids=tuple(first[request.request_id][: 2 + 3 * place]))
@@ -176,9 +176,9 @@ def begin_elsewhere(start: Start, wanted: list[EngineRequest]) -> list[EngineReq
     ]
 
 
-#: The ways that hold most of the others. Cases beside the first of their kind go by these; by all in `make families`.
+#: Ways that combine most of the others, for all but the first case of each kind. `make families` runs all ways.
 SHORT_WAYS: list[Way] = [run_overlapped, run_under_all_of_it]
-#: The ways that need no pool of a certain size.
+#: Ways that do not depend on the size of the pool.
 ROOMY_WAYS: list[Way] = [
     run_alone,
     run_batched,
@@ -201,5 +201,5 @@ WAYS: list[Way] = [
 
 
 def ways_of(*, is_first: bool) -> list[Way]:
-    """Those that a case is computed by."""
+    """Returns the ways for a case."""
     return WAYS if is_first or IS_LONG else SHORT_WAYS

@@ -1,4 +1,4 @@
-"""What tests of servers behind HTTP do with any engine."""
+"""Helpers for tests of engines behind HTTP."""
 
 import math
 from array import array
@@ -38,7 +38,7 @@ def make_call(
     adapter: str = "",
     **sampling: Any,
 ) -> EngineCall:
-    """Greedy, of a text behind images, or of token ids."""
+    """Returns a greedy call with images and a text, or with token IDs."""
     parts = (*(ImagePart(index) for index in range(num_images)), TextPart(text))
     messages = (ChatMessage("user", parts),) if prompt is None else ()
     wanted = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
@@ -53,7 +53,7 @@ def prepare_image(engine: Engine[Any], seed: int = 1) -> PreparedImage:
 
 
 def run(engine: Engine[Any]) -> list[EngineOutput]:
-    """Step until nothing is left."""
+    """Steps until no request is left; returns all outputs."""
     outputs: list[EngineOutput] = []
     while engine.has_work():
         outputs += engine.step()
@@ -74,7 +74,7 @@ def text_of(outputs: list[EngineOutput]) -> str:
 
 
 def read_metric(url: str, name: str) -> float:
-    """The sum over the labels of a metric of a server."""
+    """Returns a metric of a server, summed over its labels."""
     text = httpx.get(f"{url}/metrics", trust_env=False, follow_redirects=True).text
     lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
     return sum(float(line.rpartition(" ")[2]) for line in lines)

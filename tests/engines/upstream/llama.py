@@ -1,6 +1,6 @@
-"""A real llama-server on a tiny GGUF file: `make test-engines` builds it from the sdist of llama-cpp-python.
+"""A real llama-server on a tiny GGUF file. `make test-engines` builds it from the sdist of llama-cpp-python.
 
-That takes about 20 minutes on two cores and needs a C++ compiler; nothing is fetched but packages of PyPI.
+The build takes about 20 minutes on two cores and needs a C++ compiler; only packages of PyPI are downloaded.
 """
 
 import os
@@ -30,7 +30,7 @@ NUM_SLOTS, CONTEXT = 4, 512
 
 
 def find_binary() -> str:
-    """Skips the test where there is none."""
+    """Returns the path of the server; skips the test if it is not built."""
     binary = os.environ.get("LLAMA_SERVER", str(BINARY))
     if not Path(binary).is_file():
         pytest.skip("llama-server is not built: make test-engines")
@@ -45,7 +45,7 @@ def write_model(file: Path) -> Path:
 
 @contextmanager
 def run_llama_server(file: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Its address and process."""
+    """Runs a server; yields its URL and process."""
     port = free_port()
     command = [
         find_binary(), "--model", str(file), "--host", "127.0.0.1", "--port", str(port), "--parallel",

@@ -1,7 +1,7 @@
-"""Record events of real servers for `test_recorded.py`: `TESTS_LONG=1 python -m tests.engines.upstream.record vllm`, or `sglang`.
+"""Records events of real servers for `test_recorded.py`: `TESTS_LONG=1 python -m tests.engines.upstream.record vllm`.
 
-They are installed by `make test-vllm` and `make test-sglang`. Each line of the file is one request: the events of its
-stream, and the answer without streaming. The last line has what the server says of itself.
+The argument is `vllm` or `sglang`, installed by `make test-vllm` and `make test-sglang`. Each line of the file has one
+request: the events of its stream, and the answer without streaming. The last line has the server's description.
 """
 
 import json
@@ -26,7 +26,7 @@ EOS_ID, STOP_ID = 2, 70
 ABORTED = "aborted"
 
 
-#: The server, its dialect, a prompt with an image, the context, and what the server says of itself.
+#: By name: the function that runs it, its dialect, a prompt with an image, the context, and paths that describe it.
 SERVERS = {
     "vllm": (
         lambda model: vllm.run_vllm(model, arguments="--enforce-eager"),
@@ -46,7 +46,7 @@ SERVERS = {
 
 
 def requests(name: str, image_prompt: tuple[int, ...], context: int) -> dict[str, UpstreamRequest]:
-    """By name: one for each form of an event."""
+    """Returns requests by name, one for each form of an event."""
 
     def make(
         prompt: tuple[int, ...] = (40, 41, 42), *images: ImageInput, max_tokens: int = 6, **sampling: Any
@@ -78,7 +78,7 @@ def main(name: str) -> None:
     version = WHEELS[name].rpartition("==")[2]
     file = Path(__file__).with_name(f"{name}-{version}.jsonl").open("w")
     with tempfile.TemporaryDirectory() as directory, file:
-        os.chdir(directory)  # answers name the model's path
+        os.chdir(directory)  # answers contain the path of the model
         model = {"vllm": vllm, "sglang": sglang}[name].write_model(Path("tiny"))
         dialect = create(model)
         with run(model) as (url, _):

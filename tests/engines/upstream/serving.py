@@ -1,4 +1,4 @@
-"""Real servers, started as a worker starts them."""
+"""Real servers, started in the same way as by a worker."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
@@ -16,7 +16,7 @@ from tests.waiting import wait_for
 def run_server(
     settings: UpstreamSettings, dialect: Dialect, environment: Mapping[str, str]
 ) -> Iterator[tuple[str, ServerProcess]]:
-    """Its address and process."""
+    """Runs a server; yields its URL and process."""
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
@@ -29,7 +29,7 @@ def run_server(
 
 
 def wait_until_healthy(url: str, check: Callable[[], object], within_s: float) -> None:
-    """`check` raises where the server has ended."""
+    """Waits until the server is healthy. `check` must raise if it has ended."""
 
     def is_healthy() -> bool:
         check()

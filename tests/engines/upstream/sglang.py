@@ -1,9 +1,9 @@
-"""A real SGLang on a CPU: `make test-sglang` installs it into its own environment, `.cache/sglang`.
+"""A real SGLang on a CPU. `make test-sglang` installs it into its own environment, `.cache/sglang`.
 
-HTTP front, tokenizer manager, scheduler, detokenizer, radix cache, sampler and model are those of the published wheel;
-attention is its backend `torch_native`. torch and torchvision are those of this environment, and what needs CUDA is left
-out. Its kernels for CPUs, `sgl_kernel`, are not on PyPI: SGLang imports them also where it computes by torch alone, so
-`sgl_kernel` is a module whose functions raise. Kernels for GPUs, graphs and the overlapping schedule are not tested.
+HTTP server, tokenizer manager, scheduler, detokenizer, radix cache, sampler and model are those of the published wheel.
+Attention is its backend `torch_native`; torch and torchvision are those of this environment, without CUDA packages.
+`sgl_kernel`, its CPU kernels, is not on PyPI but is imported even if torch computes everything, so the tests install a
+module whose functions raise. GPU kernels, graphs and the overlapped schedule are not tested.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ _LEFT_OUT = re.compile(
     r"torch|cuda|flash|humming|kernels|nvidia|nvshmem|quack|sgl|smg|tilelang|tml|deepseek|build"
 )
 VIDEO_DECODER = "decord2"  #: SGLang prefers torchcodec, whose wheel needs CUDA
-#: The kernels that SGLang's models of Qwen bind when they are imported.
+#: The kernels that SGLang's Qwen models import.
 _STUB = """
 import torch
 
@@ -67,7 +67,7 @@ def write_model(directory: Path) -> Path:
 
 
 def make_settings(model: Path, **changes: object) -> SglangSettings:
-    """Settings that start the server."""
+    """Returns settings that start the server."""
     values = {
         "model": str(model), "command": f"{PYTHON} -m sglang.launch_server", "dtype": "float32",
         "max_num_seqs": 8, "max_model_len": CONTEXT, "arguments": ARGUMENTS, "start_s": 400.0, **changes,
@@ -76,7 +76,7 @@ def make_settings(model: Path, **changes: object) -> SglangSettings:
 
 
 def run_sglang(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
-    """Its address and process."""
+    """Runs a server; yields its URL and process. Skips the test if SGLang is not installed."""
     if not IS_LONG or not PYTHON.is_file():
         pytest.skip("SGLang is not installed: make test-sglang")
     settings = make_settings(model, **changes)
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _copy_torchvision(packages: Path) -> None:
-    """Without its operators, which may be built for another torch."""
+    """Copies torchvision without its operators, which can be built for another torch."""
     spec = importlib.util.find_spec("torchvision")
     assert spec is not None
     assert spec.origin is not None

@@ -1,6 +1,7 @@
-"""Servers that speak the APIs of vLLM, SGLang and OpenAI over a real socket.
+"""Simulated servers with the APIs of vLLM, SGLang and OpenAI on a real socket.
 
-Their tokens are a function of all before them. They are for laws and faults; `make test-engines` runs a real llama-server.
+Each token is a function of all earlier ones. They serve tests of contracts and faults; `make test-engines` runs a
+real llama-server.
 """
 
 import json
@@ -22,15 +23,15 @@ from tests.http_server import Handler, serve_http
 CONTEXT = 512
 PROBE = {"version": "probe"}
 EOS_ID = 2
-MAX_CHARS = 200_000  #: of a body
-BAD_ID = 203  #: of an input that the server refuses
-NAN_ID = 202  #: of an input whose vector is not finite
-FIRST_ID, NUM_IDS = 67, 26  #: tokens that are printable in the tiny checkpoint
+MAX_CHARS = 200_000  #: limit of a body
+BAD_ID = 203  #: an input with this token is refused
+NAN_ID = 202  #: an input with this token has a vector of NaN
+FIRST_ID, NUM_IDS = 67, 26  #: printable tokens of the tiny checkpoint
 
 
 @dataclass
 class StandIn:
-    """What the server does and has seen."""
+    """The behavior of the server, and the requests that it received."""
 
     version: str = "0.33.0"
     adapters: dict[str, str] | None = field(default_factory=dict)  #: None: disabled
@@ -39,19 +40,19 @@ class StandIn:
     is_healthy: bool = True
     key: str = ""
     refuse_with: tuple[int, str] | None = None  #: status and message of the next request
-    refuses_in_stream: bool = False  #: as vLLM and SGLang do
+    refuses_in_stream: bool = False  #: as events, like vLLM and SGLang
     #: Status and message with which SGLang's scheduler aborts the next request.
     abort_with: tuple[int | None, str] | None = None
-    #: Recorded answers instead of made-up ones: JSON by path, and the lines of the next streams.
+    #: Recorded responses that replace the simulated ones: JSON by path, and the lines of the next streams.
     gets: dict[str, Any] = field(default_factory=dict)
     streams: list[list[str]] = field(default_factory=list)
-    break_after: list[int] = field(default_factory=list)  #: tokens of the next streams
-    hold_after: int | None = None  #: tokens of a stream, whose rest waits for `released`
+    break_after: list[int] = field(default_factory=list)  #: tokens before the next streams break
+    hold_after: int | None = None  #: number of tokens after which streams wait for `released`
     released: threading.Event = field(default_factory=threading.Event)
     bodies: list[dict[str, Any]] = field(default_factory=list)
-    rids: set[str] = field(default_factory=set)  #: that SGLang has seen
-    aborted: list[str] = field(default_factory=list)  #: of these, by `POST /abort_request`
-    vectors: tuple[str, ...] = ("/v1/embeddings",)  #: paths of vectors and scores
+    rids: set[str] = field(default_factory=set)  #: request IDs that SGLang has seen
+    aborted: list[str] = field(default_factory=list)  #: request IDs of `POST /abort_request`
+    vectors: tuple[str, ...] = ("/v1/embeddings",)  #: supported paths for vectors and scores
     num_open: int = 0
     url: str = ""
 
@@ -64,7 +65,7 @@ def next_token(ids: list[int], salt: object) -> int:
 def _tokens(
     ids: list[int], images: list[str], max_tokens: int, sampling: dict[str, Any]
 ) -> Iterator[tuple[int, str | None]]:
-    """Token ids, each with the finish reason."""
+    """Yields token IDs, each with its finish reason."""
     ids = list(ids)
     seed = sampling.get("seed", sampling.get("sampling_seed", 0))
     salt = (seed if sampling["temperature"] else None, images)
@@ -150,7 +151,7 @@ class _Handler(Handler):
 
 
 def _control(state: StandIn, path: str, body: dict[str, Any]) -> tuple[int, bytes] | None:
-    """Status and answer of a request that asks for no tokens."""
+    """Returns status and response of a request that generates no tokens, or None."""
     if path == "/abort_request":
         state.aborted.append(body["rid"])
         return 200, b""
@@ -165,7 +166,7 @@ def _control(state: StandIn, path: str, body: dict[str, Any]) -> tuple[int, byte
 
 
 def _check(state: StandIn, body: dict[str, Any]) -> None:
-    """Refuse a long prompt, and an id that SGLang has seen, or that it would take for another when it aborts."""
+    """Refuses a long prompt, and a request ID that begins like a known one, because SGLang aborts by prefix."""
     if len(str(body)) > MAX_CHARS:
         state.refuse_with = (400, "the prompt exceeds the context")
     if rid := body.get("rid"):
@@ -270,7 +271,7 @@ _APIS = {"/inference/v1/generate": _vllm, "/generate": _sglang, "/v1/chat/comple
 
 @contextmanager
 def run_stand_in(port: int = 0, **state: Any) -> Iterator[StandIn]:
-    """A server on a port of the loopback interface; 0: a free one."""
+    """Runs a server on a port of the loopback interface; 0 selects a free port."""
     found = StandIn(**state)
     with serve_http(_Handler, port, state=found) as found.url:
         try:
@@ -279,6 +280,6 @@ def run_stand_in(port: int = 0, **state: Any) -> Iterator[StandIn]:
             found.released.set()
 
 
-if __name__ == "__main__":  # as the `command` of an engine, which appends its arguments
+if __name__ == "__main__":  # run as the `command` of an engine, which appends its arguments
     with run_stand_in(int(sys.argv[sys.argv.index("--port") + 1]), token_s=0.05):
         threading.Event().wait()

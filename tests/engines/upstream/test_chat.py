@@ -1,4 +1,4 @@
-"""The engine for any server of OpenAI's API: messages in, text out."""
+"""The engine for any server with OpenAI's API: messages in, text out."""
 
 import json
 from base64 import b64decode
@@ -52,7 +52,7 @@ def answer(loaded: LoadedEngine, call: EngineCall, *images: PreparedImage) -> li
     return asking.answer(loaded.engine, call, *images)
 
 
-def test_an_image_is_sent_as_our_own_file_and_a_schema_as_it_is(
+def test_an_image_is_sent_as_a_new_file_and_a_schema_unchanged(
     loaded: LoadedEngine, server: StandIn
 ):
     grammar = Grammar("json", '{"type": "integer"}', "response_format")
@@ -75,7 +75,7 @@ def test_a_video_is_sent_as_its_sampled_frames(server: StandIn):
     head, *frames = part["video_url"]["url"].split(",")
     assert (part["type"], head) == ("video_url", "data:video/jpeg;base64")
     shades = [Image.open(BytesIO(b64decode(frame))).getpixel((0, 0)) for frame in frames]
-    assert shades == [(0, 0, 0), (14, 14, 14), (29, 29, 29)]  # of frames 0, 14 and 29
+    assert shades == [(0, 0, 0), (14, 14, 14), (29, 29, 29)]  # gray levels of frames 0, 14 and 29
 
 
 def test_audio_is_sent_as_a_wav_file(server: StandIn):
@@ -98,7 +98,7 @@ def test_audio_is_sent_as_a_wav_file(server: StandIn):
 def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
     call, earlier = make_call(tools=TOOLS), ChatMessage("assistant", (), reasoning="because")
     task = replace(call.task, messages=(earlier, *call.task.messages))
-    server.refuse_with = (400, "property 'reasoning_content' is unsupported")  # as Groq does
+    server.refuse_with = (400, "property 'reasoning_content' is unsupported")  # the error of Groq
     outputs = answer(loaded, replace(call, task=task))
     sent = [message for body in server.bodies[-2:] for message in body["messages"]]
     assert [each.get("reasoning_content") for each in sent] == ["because", None, None, None]
@@ -147,18 +147,18 @@ ONE, TWO = (0, "look", '{"a": "}"}'), (1, "see", '{"b": 2}')
     ("deltas", "calls"),
     [
         ([delta(0, "", *ONE[1:]), delta(1, "a", *TWO[1:])], [ONE, TWO]),
-        ([delta(0, "a", *ONE[1:]), delta(0, "b", *TWO[1:])], [ONE, TWO]),  # one index
-        ([delta(0, "a", *ONE[1:]), delta(1, "a", *TWO[1:])], [ONE, TWO]),  # one id
-        ([delta(0, "", *ONE[1:]), delta(0, "", *TWO[1:])], [ONE, TWO]),  # one of both
+        ([delta(0, "a", *ONE[1:]), delta(0, "b", *TWO[1:])], [ONE, TWO]),  # same index
+        ([delta(0, "a", *ONE[1:]), delta(1, "a", *TWO[1:])], [ONE, TWO]),  # same ID
+        ([delta(0, "", *ONE[1:]), delta(0, "", *TWO[1:])], [ONE, TWO]),  # same index, no ID
         ([delta(0, "a", "look", "")] + [delta(0, "a", "look", each) for each in ONE[2]], [ONE]),
         ([delta(0, "a", "look", ""), delta(1, "b", "see", "{}")], [(0, "look", ""), (1, "see", "{}")]),
         ([delta(0, "a", *ONE[1:]), {"tool_calls": [{"index": 1, "function": None}]}], [ONE]),
-        ([delta(0, "a", "look", ""), delta(1, "b", "see", ""),  # in turns
+        ([delta(0, "a", "look", ""), delta(1, "b", "see", ""),  # interleaved
           *(delta(index, "", "", each) for pair in zip(ONE[2], TWO[2].ljust(10), strict=True)
             for index, each in enumerate(pair))], [ONE, TWO]),
     ],
 )  # fmt: skip
-def test_calls_follow_each_other_whatever_their_deltas(
+def test_tool_calls_are_separated_in_any_form_of_deltas(
     loaded: LoadedEngine, server: StandIn, deltas: list[Any], calls: list[tuple[int, str, str]]
 ):
     """The server omits usage and `[DONE]`, and sends null for empty fields."""
@@ -175,7 +175,7 @@ def test_calls_follow_each_other_whatever_their_deltas(
 
 
 @pytest.mark.parametrize("status", [307, 400, 401, 402, 405])
-def test_a_refusal_has_a_code_that_names_who_is_to_act(
+def test_a_refusal_has_a_client_or_server_error_code(
     loaded: LoadedEngine, server: StandIn, status: int
 ):
     code = ErrorCode.INVALID_REQUEST if status == 400 else ErrorCode.ENGINE_FAILURE
@@ -196,13 +196,13 @@ def test_a_refusal_has_a_code_that_names_who_is_to_act(
         (replace(make_call().task, template_options={"thinking": False}), "chat_template_kwargs"),
     ],
 )
-def test_what_the_api_lacks_is_refused_by_name(loaded: LoadedEngine, task: Generate, param: str):
+def test_unsupported_tasks_are_refused_by_name(loaded: LoadedEngine, task: Generate, param: str):
     with pytest.raises(InvalidRequest) as refused:
         loaded.engine.prepare(EngineCall("r", task), [PreparedImage("hash", b"")])
     assert refused.value.param == param
 
 
-def test_a_server_that_cannot_be_used_is_refused_in_one_sentence(server: StandIn):
+def test_an_unusable_server_is_refused_with_the_reason(server: StandIn):
     for given, says in (({}, "address"), ({"url": "127.0.0.1:9"}, "VLM_ENGINE__URL: .*https?")):
         with pytest.raises(EngineStartError, match=says):
             create_engine({"kind": "openai", **given})

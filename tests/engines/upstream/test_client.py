@@ -1,4 +1,4 @@
-"""Streams of a server that keeps its connections, in chunks of any size."""
+"""Streams of a server with keep-alive connections, in chunks of any size."""
 
 import re
 import socket
@@ -14,10 +14,10 @@ HEAD = b"HTTP/1.1 200 x\r\ncontent-type: text/event-stream\r\ntransfer-encoding:
 
 @dataclass
 class Server:
-    """Answers each request with the next of `answers`; None closes the connection in the middle of a chunk."""
+    """Sends the next of `answers` per request; None closes the connection in the middle of a chunk."""
 
     answers: list[list[bytes | None]]
-    #: Sent behind each response, before the connection is closed; empty: it stays open.
+    #: Sent after each response before the connection is closed; empty: the connection stays open.
     after: bytes = b""
     heads: list[bytes] = field(default_factory=list)
     num_connections: int = 0
@@ -64,7 +64,7 @@ def connected(server: Server) -> Iterator[UpstreamClient]:
 
 
 def ask(client: UpstreamClient, stream_id: str) -> list[StreamEvent]:
-    """All events of a stream, with the one that it ended early."""
+    """Returns all events of a stream, including the one that ended it early."""
     client.start(stream_id, "/generate", b"{}")
     events: list[StreamEvent] = []
     while not events or events[-1].kind == "data":
@@ -72,7 +72,7 @@ def ask(client: UpstreamClient, stream_id: str) -> list[StreamEvent]:
     return events
 
 
-def test_events_are_whole_whatever_the_chunks_and_a_connection_is_used_again():
+def test_events_are_complete_in_any_chunks_and_connections_are_reused():
     pieces: list[bytes | None] = [b"data: one\n\nda", b"ta: t", b"wo\n\ndata:three\n\n: note\n"]
     server = Server([pieces, [b"data: four\n\n"]])
     with connected(server) as client:
@@ -83,10 +83,10 @@ def test_events_are_whole_whatever_the_chunks_and_a_connection_is_used_again():
     asked = [head for head in server.heads if head.startswith(b"POST /generate HTTP/1.1")]
     assert all(b"Bearer key" in head for head in asked)
     assert len(asked) == 2
-    assert server.num_connections == 2  # one of streams, one of health checks
+    assert server.num_connections == 2  # one for streams, one for health checks
 
 
-def test_a_response_that_is_cut_is_reported_and_the_server_asked_for_its_health():
+def test_a_truncated_response_is_reported_and_the_health_checked():
     server = Server([[b"data: one\n\n", None], [b"data: two\n\n"]])
     with connected(server) as client:
         first = ask(client, "a")
@@ -95,7 +95,7 @@ def test_a_response_that_is_cut_is_reported_and_the_server_asked_for_its_health(
     assert [event.data for event in second[:-1]] == [b"two"]
 
 
-def test_a_connection_that_the_server_closes_or_misuses_is_not_used_again():
+def test_a_closed_or_misused_connection_is_not_reused():
     forged = b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\ndata: forged"
     server = Server([[b"data: one\n\n"], [b"data: two\n\n"]], after=forged)
     with connected(server) as client:

@@ -81,7 +81,7 @@ def engine(api: str, load: Load) -> UpstreamEngine:
 
 
 def start(engine: UpstreamEngine, **wanted: Any) -> None:
-    """Add a request, and step until it has a token."""
+    """Adds a request and steps until it has a token."""
     engine.add(engine.prepare(make_call(**wanted), []))
     while not ids(engine.step()):
         pass
@@ -102,7 +102,7 @@ def expected_ids(engine: UpstreamEngine, call: EngineCall) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_a_broken_stream_goes_on_without_gap_or_duplicate(engine: UpstreamEngine, server: StandIn):
+def test_a_broken_stream_continues_without_a_gap(engine: UpstreamEngine, server: StandIn):
     call = make_call()
     server.break_after = [3, 2]
     assert ids_of(answer(engine, call)) == expected_ids(engine, call)
@@ -110,7 +110,7 @@ def test_a_broken_stream_goes_on_without_gap_or_duplicate(engine: UpstreamEngine
     assert [len(prompt) - len(prompts[0]) for prompt in prompts] == [0, 3, 5]
 
 
-def test_a_stream_that_breaks_again_and_again_fails(engine: UpstreamEngine, server: StandIn):
+def test_a_stream_that_breaks_repeatedly_fails(engine: UpstreamEngine, server: StandIn):
     server.break_after = [1, 0, 0, 0]
     last = answer(engine, make_call())[-1]
     assert last.error_code is ErrorCode.ENGINE_FAILURE
@@ -119,7 +119,7 @@ def test_a_stream_that_breaks_again_and_again_fails(engine: UpstreamEngine, serv
     assert ids_of(answer(engine, make_call("next"))) == expected_ids(engine, make_call())
 
 
-def test_an_event_that_contradicts_itself_breaks_its_own_stream(load: Load, server: StandIn):
+def test_an_inconsistent_event_breaks_only_its_stream(load: Load, server: StandIn):
     scores = {"content": [{"token_id": 70, "logprob": -1.0}]}
     event = {"choices": [{"token_ids": [70, 71], "logprobs": scores}]}
     server.streams = [[f"data: {json.dumps(event)}"]]
@@ -129,7 +129,7 @@ def test_an_event_that_contradicts_itself_breaks_its_own_stream(load: Load, serv
 @pytest.mark.parametrize(
     "changes", [{"grammar": SCHEMA}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.0}]
 )
-def test_state_that_a_server_would_forget_is_not_continued(
+def test_requests_whose_state_the_server_loses_are_not_continued(
     engine: UpstreamEngine, server: StandIn, changes: dict[str, Any]
 ):
     call = make_call(**changes)
@@ -138,12 +138,12 @@ def test_state_that_a_server_would_forget_is_not_continued(
     outputs = answer(engine, call)
     assert outputs[-1].error_code is ErrorCode.ENGINE_FAILURE
     assert len(ids_of(outputs)) == 3
-    assert len(server.bodies) == 2  # nothing was lost with the first
+    assert len(server.bodies) == 2  # the first stream broke without a token
 
 
 @pytest.fixture
 def plugin_engine(load: Load, server: StandIn) -> UpstreamEngine:
-    """vLLM with the logits processor."""
+    """vLLM with the logits processor installed."""
     server.has_plugin = True
     return load("vllm")
 
@@ -152,7 +152,7 @@ LARK = Grammar("lark", 'start: "a"', "guided_grammar")
 FORCED = Tools((Function("f", "{}"),), is_required=True)
 
 
-def test_an_answer_of_a_schema_may_be_a_call_instead(plugin_engine: UpstreamEngine):
+def test_an_answer_with_a_schema_can_be_a_tool_call(plugin_engine: UpstreamEngine):
     plugin_engine.processor.shows_tools = True
     call = make_call(grammar=SCHEMA, tools=replace(FORCED, is_required=False))
     assert "<tool_call>" in plugin_engine.prepare(call, []).grammar_source
@@ -168,7 +168,7 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(plugin_engine: UpstreamEngi
         ({}, set(), set()),
     ],
 )
-def test_the_logits_processor_continues_what_vllm_would_forget(
+def test_the_logits_processor_continues_grammars_and_penalties(
     plugin_engine: UpstreamEngine, server: StandIn, changes, at_start, after_break
 ):
     call = make_call(**changes)
@@ -185,7 +185,7 @@ def test_the_logits_processor_continues_what_vllm_would_forget(
     assert server.bodies[1]["sampling_params"]["presence_penalty"] == 0.0
 
 
-def test_what_the_logits_processor_lacks_is_not_continued(plugin_engine: UpstreamEngine):
+def test_unsupported_parameters_are_not_continued(plugin_engine: UpstreamEngine):
     two_kinds = make_call(presence_penalty=1.0, repetition_penalty=1.1)
     assert not plugin_engine.can_continue(two_kinds.task)
     with pytest.raises(InvalidRequest) as refused:
@@ -214,7 +214,7 @@ def test_an_adapter_is_loaded_at_the_server_and_used_by_name(
     call = replace(make_call(), adapter=adapter.digest)
     assert len(ids_of(answer(engine, call))) == 8
     assert server.bodies[-1]["model" if api == "vllm" else "lora_path"] == adapter.digest
-    other = load(api)  # a worker beside this one
+    other = load(api)  # of a second worker
     assert other.load_adapter(directory, LIMITS).digest == adapter.digest
     for _ in range(2):
         engine.unload_adapter(adapter.digest)
@@ -232,7 +232,7 @@ def test_an_adapter_is_loaded_at_the_server_and_used_by_name(
         ("sql", {}, None, "without LoRA"),
     ],
 )
-def test_an_adapter_that_cannot_be_used_is_refused(
+def test_an_unusable_adapter_is_refused(
     engine: UpstreamEngine, server: StandIn, tmp_path: Path, name: str, config, adapters, says: str
 ):
     server.adapters = adapters
@@ -242,7 +242,7 @@ def test_an_adapter_that_cannot_be_used_is_refused(
 
 
 @pytest.mark.parametrize("in_stream", [False, True])
-def test_a_refusal_of_the_server_reaches_the_client_unless_it_is_busy(
+def test_refusals_of_the_server_reach_the_client_unless_it_is_busy(
     engine: UpstreamEngine, server: StandIn, in_stream: bool
 ):
     server.refuses_in_stream = in_stream
@@ -267,7 +267,7 @@ def test_a_refusal_of_the_server_reaches_the_client_unless_it_is_busy(
         (None, "Aborted", None),
     ],
 )
-def test_an_abort_by_sglang_is_a_refusal_or_asked_again(
+def test_a_request_aborted_by_sglang_is_refused_or_repeated(
     load: Load, server: StandIn, status: int | None, message: str, code: ErrorCode | None
 ):
     engine = load("sglang")
@@ -300,9 +300,7 @@ def test_a_silent_server_is_lost_only_if_it_fails_its_health_check(load: Load, s
         answer(engine, make_call(max_tokens=2))
 
 
-def test_a_server_that_starts_longer_than_it_may_be_silent_is_lost_idle(
-    load: Load, server: StandIn
-):
+def test_a_slowly_starting_server_is_lost_only_when_idle(load: Load, server: StandIn):
     server.is_healthy = False
     threading.Timer(1.0, setattr, (server, "is_healthy", True)).start()
     engine = load("vllm", silence_s=0.1)
@@ -323,14 +321,14 @@ def test_an_aborted_or_stopped_request_is_closed(engine: UpstreamEngine, api: st
         engine.abort("r")
     wait_for(lambda: not server.num_open)
     assert not engine.has_work()
-    # SGLang aborts the request of a closed stream only 2 s later
+    # SGLang aborts the request of a closed stream 2 s later
     rids = [body["rid"] for body in server.bodies[1:] if api == "sglang"]
     wait_for(lambda: server.aborted == rids)
 
 
 def test_a_request_sent_again_gets_only_its_own_tokens(engine: UpstreamEngine, server: StandIn):
     start(engine, max_tokens=200)
-    wait_for(lambda: not server.num_open)  # the other tokens are pending
+    wait_for(lambda: not server.num_open)  # the other tokens have arrived
     engine.abort("r")
     assert ids_of(answer(engine, make_call())) == expected_ids(engine, make_call())
 
@@ -354,7 +352,7 @@ def test_images_tenants_and_bans_are_in_the_body(engine: UpstreamEngine, api: st
     assert body["cache_salt" if api == "vllm" else "extra_key"] == "salt"
 
 
-def test_choices_are_sent_to_sglang_as_they_are_written(load: Load, server: StandIn):
+def test_choices_are_sent_to_sglang_unchanged(load: Load, server: StandIn):
     choice = Grammar("choice", '["\\ud83d\\ude00", "a\\""]', "guided_choice")
     answer(load("sglang"), make_call(grammar=choice))
     assert server.bodies[-1]["sampling_params"]["ebnf"] == 'root ::= "\N{GRINNING FACE}" | "a\\""'
@@ -393,7 +391,7 @@ def test_stats_include_the_caches_of_the_server(load: Load):
         ({"refuse_with": (403, "disabled")}, {}, "--enable-scale-out"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused_in_one_sentence(
+def test_an_unusable_server_is_refused_with_the_reason(
     load: Load, server: StandIn, state: dict[str, Any], settings: dict[str, Any], says: str
 ):
     vars(server).update(state)
@@ -410,7 +408,7 @@ def write_program(folder: Path, script: str) -> Path:
     return program
 
 
-def test_a_program_that_is_missing_or_ends_at_its_start_is_quoted(checkpoint: Path, tmp_path: Path):
+def test_a_missing_or_failing_program_is_quoted(checkpoint: Path, tmp_path: Path):
     values = {"kind": "vllm", "model": str(checkpoint), "command": "no-such-program serve"}
     with pytest.raises(EngineStartError, match="no-such-program"):
         create_engine(values)
@@ -474,7 +472,7 @@ MEDIA = {"video": 322, "audio": 323}
 
 @pytest.fixture
 def media_checkpoint(checkpoint: Path, tmp_path: Path) -> Path:
-    """Its template and tokenizer know videos and audio too."""
+    """A checkpoint whose template and tokenizer also support videos and audio."""
     directory = tmp_path / "media"
     shutil.copytree(checkpoint, directory)
     change_json(directory / "config.json", **{f"{kind}_token_id": MEDIA[kind] for kind in MEDIA})
@@ -537,7 +535,7 @@ def test_sglang_gets_no_videos_for_models_whose_frames_it_samples(
 
 @pytest.fixture
 def load_qwen(load: Load, media_checkpoint: Path, server: StandIn) -> Load:
-    """SGLang with a model whose videos it takes whole; the arguments are those of its processor of videos.
+    """SGLang with a model that accepts whole videos; `arguments` configure its video processor.
 
     The template writes a control token that is not special.
     """
@@ -557,7 +555,7 @@ def load_qwen(load: Load, media_checkpoint: Path, server: StandIn) -> Load:
 
 
 def read_video(url: str) -> tuple[list[int], float]:
-    """Gray levels of the frames, and their number per second."""
+    """Returns the gray levels of the frames, and the frames per second."""
     av: Any = pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
     head, _, data = url.partition(",")
     assert head == "data:video/mp4;base64"
@@ -581,7 +579,7 @@ def read_video(url: str) -> tuple[list[int], float]:
 def test_sglang_gets_the_sampled_frames_at_their_times(
     load_qwen: Load, server: StandIn, clip: Any, levels: list[int], fps: float
 ):
-    """In an even number, since it would leave out one of an odd number, and one token in the prompt."""
+    """The number of frames is even, since SGLang drops one of an odd number. The prompt has one token for the video."""
     engine = load_qwen()
     assert engine.capabilities().takes_video
     answer(engine, make_call(num_images=1), PreparedImage("seen", engine.prepare_video(clip)))
@@ -594,8 +592,8 @@ def test_sglang_gets_the_sampled_frames_at_their_times(
 
 
 @needs_av
-def test_a_video_that_sglang_would_thin_out_is_refused(load_qwen: Load):
-    """It reads two frames a second, 768 of a video, or as it was started."""
+def test_a_video_that_sglang_would_subsample_is_refused(load_qwen: Load):
+    """SGLang reads two frames per second and at most 768 per video, unless it is configured."""
     fast, many = Clip(num_sampled=4), Clip(num_frames=800, num_sampled=800, length_s=800.0)
     many.max_frames = 800
     engine = load_qwen()
@@ -609,8 +607,8 @@ def test_a_video_that_sglang_would_thin_out_is_refused(load_qwen: Load):
 
 
 @needs_av
-def test_a_prompt_with_a_video_that_sglang_would_read_in_another_way_is_refused(load_qwen: Load):
-    """It tokenizes the text of such a prompt again, and that of the tokens so far."""
+def test_a_prompt_with_a_video_that_sglang_would_tokenize_differently_is_refused(load_qwen: Load):
+    """SGLang tokenizes the text of such a prompt, and of the tokens so far, again."""
     engine = load_qwen()
     clip: Any = Clip(num_sampled=2, length_s=10.0)
     video = PreparedImage("seen", engine.prepare_video(clip))

@@ -1,4 +1,4 @@
-"""llama.cpp's own server behind the engine: answers of the torch engine, takeover, faults."""
+"""A real llama-server behind the engine: the answers of the torch engine, takeover, and faults."""
 
 import json
 import os
@@ -69,9 +69,9 @@ def test_greedy_answers_are_those_of_the_torch_engine(engine: Engine[Any], model
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-def test_tokens_within_a_character_are_counted_and_their_ids_recovered(engine: Engine[Any]):
+def test_tokens_of_a_partial_character_are_counted_with_their_ids(engine: Engine[Any]):
     sampling: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "max_tokens": 200}
-    call = make_call(seed=2**64 - 1, **sampling)  # -1 of a client
+    call = make_call(seed=2**64 - 1, **sampling)  # a client's -1
     outputs = answer(engine, call)
     assert text_of(answer(engine, call)) == text_of(outputs)
     assert outputs[-1].usage is not None
@@ -106,7 +106,7 @@ def test_a_schema_holds_after_a_takeover_too(engine: Engine[Any], cut: int):
         ({"grammar": Grammar("json", '{"$ref": "#/nowhere"}', "schema")}, "schema"),
     ],
 )
-def test_what_the_server_lacks_is_refused_by_name_and_fails_its_request_alone(
+def test_parameters_that_the_server_lacks_fail_only_their_request(
     engine: Engine[Any], changes: dict[str, Any], param: str
 ):
     with pytest.raises(RequestError) as refused:

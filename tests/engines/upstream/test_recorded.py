@@ -1,4 +1,4 @@
-"""Streams of a real vLLM and SGLang, which `record.py` has written, give the answers that they give without streaming."""
+"""Streams that `record.py` recorded from a real vLLM and SGLang give the same answers as without streaming."""
 
 import json
 from contextlib import closing
@@ -30,7 +30,7 @@ SGLANG = {name: line for (api, name), line in RECORDED.items() if api == "sglang
 
 
 def read_whole(api: str, whole: dict[str, Any]) -> tuple[list[int], str, int, list[Any]]:
-    """Token ids, finish reason, prompt tokens, and by token the (id, logprob) of it and of the best ones."""
+    """Returns token IDs, finish reason, number of prompt tokens, and the (ID, logprob) pairs of each token."""
     if api == "sglang":
         meta = whole["meta_info"]
         scored = zip(
@@ -58,7 +58,7 @@ def is_answered(line: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("api", "name"), [key for key, line in RECORDED.items() if is_answered(line)]
 )
-def test_events_of_a_server_give_its_answer(api: str, name: str):
+def test_recorded_events_give_the_recorded_answer(api: str, name: str):
     recorded = RECORDED[api, name]
     token_ids, finish, num_prompt_tokens, scores = read_whole(api, recorded["whole"])
     chunks = read(api, recorded["lines"])
@@ -77,11 +77,11 @@ def test_events_of_a_server_give_its_answer(api: str, name: str):
 
 
 def ask(server: StandIn, checkpoint: Path, *streams: str) -> list[EngineOutput]:
-    """The answer of the engine at a server that gives these streams of SGLang, then makes up its own."""
+    """Returns the answer of an engine whose server sends these recorded streams of SGLang, then simulated ones."""
     server.gets, server.streams = SGLANG["server"]["gets"], [SGLANG[n]["lines"] for n in streams]
     values = {"kind": "sglang", "model": str(checkpoint), "url": server.url}
     loaded = create_engine(values)
-    assert loaded.card.max_model_len == 512  # as recorded
+    assert loaded.card.max_model_len == 512  # the recorded value
     with closing(loaded.engine) as engine:
         return answer(engine, CALL)
 

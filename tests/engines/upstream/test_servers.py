@@ -1,4 +1,4 @@
-"""vLLM and SGLang themselves on a CPU behind the engine."""
+"""Real vLLM and SGLang servers on a CPU behind the engine."""
 
 import json
 from array import array
@@ -47,9 +47,9 @@ pytestmark = pytest.mark.timeout(500)
 
 WRITE = {"vllm": vllm.write_model, "sglang": sglang.write_model}
 RUN = {"vllm": vllm.run_vllm, "sglang": sglang.run_sglang}
-#: SGLang's logprobs are after the bias that forbids the image's token.
+#: SGLang computes logprobs after the bias that forbids the image token.
 LOGPROB_ERROR = {"vllm": 1e-3, "sglang": 0.1}
-#: Characters of a text that fits into the context, but not with an image.
+#: Length of a text that fits into the context, but not together with an image.
 NUM_CHARS = {"vllm": vllm.CONTEXT - 30, "sglang": sglang.CONTEXT - 11}
 NUM_ABORTED = "sglang:num_aborted_requests_total"
 SCHEMA = {"type": "string", "minLength": 6, "maxLength": 9}
@@ -134,8 +134,8 @@ def test_a_closed_stream_is_aborted(engine: UpstreamEngine, url: str):
     wait_for(lambda: read_metric(url, NUM_ABORTED) == before + 1)
 
 
-def test_a_closed_request_can_be_sent_again_at_once(engine: UpstreamEngine):
-    """As after a worker's death. SGLang keeps a closed stream's id for 2 s."""
+def test_a_closed_request_can_be_sent_again_immediately(engine: UpstreamEngine):
+    """As after the death of a worker. SGLang reserves the ID of a closed stream for 2 s."""
     call = make_call(max_tokens=100, ignore_eos=True)
     whole = ids_of(run(engine, call))
     engine.add(engine.prepare(call, []))
@@ -167,7 +167,7 @@ def test_an_adapter_changes_the_answers_that_name_it(
 
 
 def test_an_image_that_expands_beyond_the_context_is_refused(engine: UpstreamEngine, kind: str):
-    """Only the server knows its size, and reports it inside the stream."""
+    """Only the server knows the number of its tokens, and reports the error inside the stream."""
     call = make_call(text="x" * NUM_CHARS[kind], num_images=1, max_tokens=1)
     (last,) = run(engine, call, num_images=1)
     assert last.error_code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
@@ -206,7 +206,7 @@ def test_penalties_count_the_tokens_of_earlier_attempts(engine: UpstreamEngine):
 
 
 @pytest.mark.parametrize("task", [VECTORS, SCORES], ids=["embed", "rerank"])
-def test_vectors_and_scores_of_vllm_are_those_of_our_engine(task: Embed | Rerank, tmp_path: Path):
+def test_vectors_and_scores_of_vllm_equal_those_of_our_engine(task: Embed | Rerank, tmp_path: Path):
     make = make_scorer if task is SCORES else make_encoder
     model = make(tmp_path / "encoder", "bert", config={"num_attention_heads": 1})
     found = []
@@ -221,7 +221,7 @@ def test_vectors_and_scores_of_vllm_are_those_of_our_engine(task: Embed | Rerank
 
 
 def make_video_family() -> Family:
-    """vLLM's attention on CPUs has heads of at least 32 numbers."""
+    """vLLM's attention on CPUs needs heads of at least 32 channels."""
     config = named("Qwen2-VL").create()
     text = config.get_text_config()
     text.num_attention_heads = text.num_key_value_heads = 2
@@ -231,7 +231,7 @@ def make_video_family() -> Family:
 
 
 def make_audio_family() -> Family:
-    """vLLM's processor takes the usual 30 seconds alone."""
+    """vLLM's processor supports only windows of 30 seconds."""
     family = named("Qwen2-Audio", AUDIO_FAMILIES)
     config, processor = family.create(), family.create_processor()  # type: ignore[misc]
     text = config.get_text_config()
@@ -246,7 +246,7 @@ def test_media_give_the_tokens_of_the_torch_engine_and_are_taken_over(media: str
     write_checkpoint(make_video_family() if media == "video" else make_audio_family(), tmp_path)
     opened: Any = Clip(56, num_frames=4, num_sampled=4) if media == "video" else Tone()
     whole: list[list[int]] = []
-    arguments = f"--enforce-eager {vllm.PLUGIN}"  # Qwen2-Audio takes no adapters
+    arguments = f"--enforce-eager {vllm.PLUGIN}"  # Qwen2-Audio supports no LoRA
     with run_vllm(tmp_path, arguments=arguments) as (url, _):
         for values in ({"kind": "vllm", "url": url}, TORCH):
             each = create_engine({**values, "model": str(tmp_path)}).engine
@@ -262,7 +262,7 @@ def test_media_give_the_tokens_of_the_torch_engine_and_are_taken_over(media: str
 
 @pytest.mark.parametrize(
     ("name", "num_frames"),
-    [("Qwen2-VL", 4), ("Qwen2.5-VL", 2), ("Qwen3-VL", 4)],  # SGLang knows no times for Qwen2.5-VL
+    [("Qwen2-VL", 4), ("Qwen2.5-VL", 2), ("Qwen3-VL", 4)],  # SGLang has no times for Qwen2.5-VL
 )
 def test_a_video_gives_the_tokens_of_the_torch_engine_in_sglang(
     name: str, num_frames: int, tmp_path: Path
@@ -294,7 +294,7 @@ def test_a_video_gives_the_tokens_of_the_torch_engine_in_sglang(
 
 
 @only_vllm
-def test_two_ranks_give_the_answer_of_one(
+def test_two_ranks_give_the_same_answer_as_one(
     engine: UpstreamEngine, model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The server is started with `--tensor-parallel-size 2` and ends with the engine."""

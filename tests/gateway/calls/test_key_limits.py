@@ -142,7 +142,7 @@ FEW = {"limits": {"max_key_tokens_per_minute": 1000}}
 few_tokens = pytest.mark.parametrize(("card", "changes"), [(ROOMY, FEW)])
 
 
-MUCH = ["on "] * 3000  #: : three minutes of the limit
+MUCH = ["on "] * 3000  #: three minutes of the limit
 
 
 async def refunded(gateway: RunningGateway) -> None:

@@ -13,7 +13,7 @@ from tests.rounds import in_one_round
 HEAD = b'{"model": "tiny", "messages": [{"role": "user", "content": "'
 ESCAPE, TAIL = b"\\u00e9", b'"}]}'
 TYPE = {"content-type": "application/json"}
-LONGEST_S = 5.0  #: : ten times the usual duration
+LONGEST_S = 5.0  #: ten times the usual duration
 
 
 def connect(gateway: RunningGateway) -> closing[http.client.HTTPConnection]:

@@ -49,7 +49,7 @@ class Issuer:
     def __init__(self) -> None:
         self.keys = [to_jwk(kid) for kid in KEYS]
         self.paths: list[str] = []
-        self.answer: Callable[[Handler], object] | None = None  #: : replaces the usual responses
+        self.answer: Callable[[Handler], object] | None = None  #: replaces the usual responses
         self.url = ""
 
     def serve(self, request: Handler) -> None:

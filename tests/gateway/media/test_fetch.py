@@ -26,13 +26,13 @@ from tests.waiting import until
 
 PUBLIC = "93.184.216.34"
 TLS = Path(__file__).parent / "tls"
-TLS_NAMES = ("first.example", "second.example")  #: : hosts that have certificates in these tests
+TLS_NAMES = ("first.example", "second.example")  #: hosts that have certificates in these tests
 
 
 class Request(NamedTuple):
     target: str
     headers: dict[str, str]
-    tls_name: str | None  #: : the SNI name of the connection
+    tls_name: str | None  #: the SNI name of the connection
 
     @property
     def host(self) -> str:

@@ -29,7 +29,7 @@ class World:
     outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
     least_ready: int = 1_000_000
     secrets: dict[str, tuple[str, ...]] = field(default_factory=dict)  #: by node
-    stopping: str = ""  #: : name of a node
+    stopping: str = ""  #: name of a node
 
     def deploy(self, digest: str, spec: Spec = SPEC, seconds: int = 0, **more: Any) -> Generation:
         new = Generation("n", self.app.number + 1, digest, spec, **more)

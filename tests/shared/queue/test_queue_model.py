@@ -89,19 +89,19 @@ class Modelled:
     """The expected state of a request in Redis."""
 
     is_batch: bool = False
-    num_possible: int = 1  #: : tokens reserved for it
+    num_possible: int = 1  #: tokens reserved for it
     tenant: str = ""
     state: str = "queued"
     attempt: int = 0
     failures: int = 0
-    losses: int = 0  #: : lost workers, including those that do not count as crashes
+    losses: int = 0  #: lost workers, including those that do not count as crashes
     num_claimed_tokens: int = 0  #: output tokens at its last claim
     has_begun: bool = False
     num_tokens: int = 0
     is_late: bool = False
     sets_preferred: bool = False  #: whether the worker that claims it becomes the preferred one
     is_counted: bool = True
-    is_first: bool = True  #: : whether it is the first of its request's choices
+    is_first: bool = True  #: whether it is the first of its request's choices
     #: worker whose read claimed it, if the reply was lost
     lost_by: RedisWorkerQueue | None = None
 
@@ -193,7 +193,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.requests: dict[str, Modelled] = {}
         self.hands: list[Hand] = []
         self.preferred: str | None = None  #: the preferred worker of `AFFINITY`
-        self.has_flushed = False  #: : one flush is enough: nothing before it can have an effect
+        self.has_flushed = False  #: one flush is enough: nothing before it can have an effect
         self.has_restarted = False
         self.run(self._open())
 

@@ -10,7 +10,7 @@ from worker.node.cache import Cache, Uses
 from worker.node.install import install
 
 SHARED = b"shared" * 100
-SIZE = 1000  #: : bytes of the file that only one version has
+SIZE = 1000  #: bytes of the file that only one version has
 
 
 def version(store: FileStore, name: str) -> str:

@@ -1,6 +1,7 @@
-"""How a GPU computes steps, on a CPU: buffers padded to batch sizes, fused layers, joined products; kernels by their reference implementations.
+"""The GPU's code path for steps, on a CPU: buffers padded to batch sizes, fused layers and joined linear layers.
 
-Nothing is captured here, but the function that would be runs over the same buffers. `tests/gpu` has the rest.
+Kernels are replaced by their reference implementations. Nothing is captured; the function that a GPU would capture
+runs on the same buffers. `tests/gpu` runs the capture.
 """
 
 from dataclasses import replace
@@ -38,13 +39,13 @@ KINDS = {
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps as a GPU's."""
+    """Enables the GPU's code path on the CPU."""
     monkeypatch.setattr(runner, "runs_graphs", lambda device: True)
 
 
 @cache
 def expected(sampling: str, name: str = "grouped", weights: str = "full") -> Tokens:
-    """The plain path's."""
+    """Returns the tokens of the plain path."""
     model = model_pair(name, weights)
     return run_plainly(model, requests(model, **SAMPLINGS[sampling]))
 
@@ -56,7 +57,7 @@ def run_plainly(model: ModelPair, wanted: list[EngineRequest]) -> Tokens:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_by_every_way_it_is_the_plain_path_token_for_token(way: Way):
+def test_every_way_gives_the_tokens_of_the_plain_path(way: Way):
     model = model_pair("grouped")
     assert way(partial(make_engine, model), requests(model)) == expected("greedy")
 
@@ -70,8 +71,8 @@ def test_by_every_way_it_is_the_plain_path_token_for_token(way: Way):
         *(("seeded", "wide", scheme) for scheme in METHODS),
     ],
 )
-def test_every_model_and_sampling_is_the_plain_path(sampling: str, name: str, weights: str):
-    """Overlapped where nothing needs the host."""
+def test_every_model_and_sampling_equals_the_plain_path(sampling: str, name: str, weights: str):
+    """Steps are overlapped if nothing needs the host."""
     model = model_pair(name, weights)
     engine = make_engine(model)
     found = run_batched(lambda: engine, requests(model, **SAMPLINGS[sampling]))
@@ -80,7 +81,7 @@ def test_every_model_and_sampling_is_the_plain_path(sampling: str, name: str, we
 
 
 def test_requests_of_every_kind_share_a_step():
-    """Sampled as the most demanding of them needs, each by its own parameters."""
+    """The step uses the sampling kind of the most demanding request; each request keeps its own parameters."""
     model = model_pair("grouped")
     wanted = [
         make_request(model.config, name, PROMPTS["one"], max_tokens=16, **sampling)
@@ -106,7 +107,7 @@ def make_item(name: str, first_block: int, num_tokens: int, **sampling: Any) -> 
 
 
 def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, SamplingKind]]:
-    """Sizes of the buffers used, and how their rows were sampled."""
+    """Records the size of each step's buffers and its sampling kind."""
     seen = []
     step = DecodeGraphs.step
 
@@ -125,7 +126,7 @@ def spy(patch: pytest.MonkeyPatch) -> list[tuple[int, SamplingKind]]:
         (3, 4, "truncated"), (11, 16, "seeded"),
     ],
 )  # fmt: skip
-def test_steps_are_padded_to_batch_sizes_and_idle_rows_do_no_harm(
+def test_steps_are_padded_to_batch_sizes_and_idle_rows_have_no_effect(
     num_sequences: int, size: int, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     seen = spy(monkeypatch)
@@ -156,8 +157,8 @@ def test_overlapping_and_graphs_can_be_switched_off(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "truncated"])
-def test_a_step_reads_on_the_device_what_the_one_in_flight_samples(kind: str):
-    """Of the same size or a smaller one; described while the one before is under way."""
+def test_a_step_reads_the_sampled_tokens_of_the_one_in_flight_on_the_device(kind: str):
+    """The next step has the same size or a smaller one, and is prepared while the previous one is in flight."""
     for kept in ([0, 1, 2], [2], [0, 2]):
         made = make_runner(model_pair("grouped"), max_num_seqs=16)
         made.kv_pools[0].data.fill_(0.1)
@@ -179,7 +180,7 @@ def test_a_step_reads_on_the_device_what_the_one_in_flight_samples(kind: str):
         assert found == made.launch(Batch([ScheduledSequence(s, 1) for s in sequences])).wait()
 
 
-def test_scores_that_are_no_numbers_fail_their_request_alone():
+def test_nan_logits_fail_only_their_request():
     made = make_runner(model_pair("grouped"))
     good, bad = make_item("good", 0, 6), make_item("bad", 8, 6)
     made.kv_pools[0].data.zero_()
@@ -188,7 +189,7 @@ def test_scores_that_are_no_numbers_fail_their_request_alone():
         made.launch(Batch([good, bad])).wait()
     assert failure.value.request_id == "bad"
     assert made.launch(Batch([good])).wait().choices[0] is not None
-    # the next step has no token to embed, and the device must not be asked for it
+    # The next step has no token to embed, and must not read it from the device.
     first = made.launch(Batch([bad]))
     second = made.launch(Batch([ScheduledSequence(bad.sequence, 1, in_flight_index=0)]))
     for step in (first, second):
@@ -196,14 +197,14 @@ def test_scores_that_are_no_numbers_fail_their_request_alone():
             step.wait()
 
 
-def test_warming_up_meets_every_size(monkeypatch: pytest.MonkeyPatch):
+def test_warming_up_runs_every_size(monkeypatch: pytest.MonkeyPatch):
     seen = spy(monkeypatch)
     make_runner(model_pair("grouped"), max_num_seqs=5).warm_up()
     assert {size for size, _ in seen} == {1, 2, 4, 5}
     assert {kind for _, kind in seen} == set(SamplingKind)
 
 
-def test_without_graphs_the_rest_still_serves(
+def test_steps_run_if_graphs_cannot_be_captured(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def fail(*args: Any) -> None:
@@ -219,7 +220,7 @@ def test_without_graphs_the_rest_still_serves(
 @pytest.mark.parametrize(
     ("weights", "weight"), [("full", "weight"), ("int8", "integers"), ("int4", "pairs")]
 )
-def test_joined_products_hold_nothing_twice(weights: str, weight: str):
+def test_joined_layers_share_one_storage(weights: str, weight: str):
     model = model_pair("wide", weights)
     make_runner(model)
     layer = model.ours.language_model.model.layers[0]
@@ -233,10 +234,10 @@ def test_joined_products_hold_nothing_twice(weights: str, weight: str):
 
 
 @pytest.mark.parametrize("sections", [(), (2, 1, 1)])
-def test_positions_of_a_prompts_own_are_those_of_the_plain_path(
+def test_a_prompts_own_positions_give_the_tokens_of_the_plain_path(
     sections: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
-    """Other ones in every row, and with places left out."""
+    """The positions differ between rows and have gaps."""
     model = make_model_pair(make_vlm_config())
     usual, plain = requests(model), model.ours.rotary
     if sections:

@@ -1,4 +1,4 @@
-"""Quantized linears are near the full ones, and the rest is untouched."""
+"""Quantized linear layers approximate the full ones, and other layers are unchanged."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from engines.torch_backend.layers.linear import FLOAT, INT4, METHODS, Linear, qu
 from engines.torch_backend.loading.weights import load_model
 from engines.torch_backend.models.registry import find_family
 
-MAX_ERROR = {"int8": 0.01, "int4": 0.12}  # of the weights' own size, root mean square
+MAX_ERROR = {"int8": 0.01, "int4": 0.12}  # relative root mean square error of the weights
 
 
 def make_weight(num_outputs: int, num_inputs: int, seed: int = 0) -> Tensor:
@@ -28,7 +28,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 def quantize(
     scheme: str, weight: Tensor, dtype: torch.dtype = torch.float32, bias: Tensor | None = None
 ) -> Linear:
-    """The linear of one weight, as the loader makes it."""
+    """Returns the linear layer of one weight, as the loader creates it."""
     model = make_linear(weight, bias)
     METHODS[scheme].create(model, dtype)
     parts = METHODS[scheme].quantize(weight, dtype)
@@ -52,7 +52,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
         (torch.float32, (128, 256)),
     ],
 )
-def test_weights_keep_their_values_within_the_bits_and_products_are_theirs(
+def test_weights_keep_their_values_within_the_error_of_the_bits(
     scheme: str, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     weight, bias = make_weight(*shape), make_weight(1, shape[0], seed=2)[0]
@@ -68,8 +68,8 @@ def test_weights_keep_their_values_within_the_bits_and_products_are_theirs(
 
 
 @pytest.mark.parametrize("scheme", ["none", *METHODS])
-def test_sums_may_pass_what_float16_holds_on_their_way(scheme: str) -> None:
-    """They are of float32, whoever adds them up."""
+def test_intermediate_sums_can_exceed_the_range_of_float16(scheme: str) -> None:
+    """All implementations accumulate in float32."""
     weight = torch.cat([torch.full((64, 512), 64.0), torch.full((64, 512), -64.0)], dim=1)
     bias = torch.ones(64)
     if scheme == "none":
@@ -91,13 +91,13 @@ def test_many_outputs_are_computed_in_several_chunks(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("scheme", METHODS)
 def test_a_constant_weight_is_kept_exactly(scheme: str) -> None:
-    """Zero range and zero scale must not divide by zero."""
+    """A range of zero and a scale of zero must not cause a division by zero."""
     for value in (0.0, 1.5, -2.0):
         weight = torch.full((32, 64), value)
         assert torch.allclose(quantize(scheme, weight).weight, weight, rtol=1e-6)
 
 
-def test_layers_say_what_is_quantized_whatever_their_names() -> None:
+def test_quantizable_layers_are_selected_by_attribute_and_not_by_name() -> None:
     model = nn.ModuleDict(
         {
             "lm_head": Linear(64, 64, quantizable="scheme"),
@@ -114,7 +114,7 @@ def test_layers_say_what_is_quantized_whatever_their_names() -> None:
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [("int8", torch.bfloat16), ("int4", torch.float32)], ids=str
 )
-def test_a_loaded_model_has_near_products(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
+def test_quantization_errors_of_a_model(tmp_path: Path, scheme: str, dtype: torch.dtype) -> None:
     text = {"attention_bias": True, "intermediate_size": 100 if scheme == "int4" else 192}
     make_checkpoint("tiny", tmp_path / "t", changes={"text_config": text})
     found, cpu = find_family(tmp_path / "t"), torch.device("cpu")
@@ -127,6 +127,6 @@ def test_a_loaded_model_has_near_products(tmp_path: Path, scheme: str, dtype: to
         for path in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up"):
             found, expected = (m.get_submodule(f"{path}_proj")(x) for m in (other, layer))
             assert relative_error(found, expected) < 1.5 * MAX_ERROR[scheme]
-        if scheme == "int4":  # an odd width stays in full
+        if scheme == "int4":  # a layer of odd width is not quantized
             assert other.mlp.up_proj.method is INT4
             assert other.mlp.down_proj.method is FLOAT

@@ -1,4 +1,4 @@
-"""A small checkpoint, made once."""
+"""A small checkpoint that is written once."""
 
 import shutil
 from pathlib import Path
@@ -17,5 +17,5 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(made: Path, tmp_path: Path) -> Path:
-    """A copy that a test may change."""
+    """A copy that a test can change."""
     return Path(shutil.copytree(made, tmp_path / "tiny"))

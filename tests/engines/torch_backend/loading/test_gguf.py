@@ -1,4 +1,4 @@
-"""A GGUF file gives the logits of what its tensors stand for, or is refused by name."""
+"""GGUF files give the logits of their dequantized tensors, or are refused by name."""
 
 import logging
 import os
@@ -46,7 +46,7 @@ MIXTURES = {
     "Q5_K_M": factories.mixture(Kind.Q5_K, Kind.Q6_K),
     "Q6_K": lambda name: Kind.Q6_K,
 }
-#: Names of tensors are of the architecture, numbers of the mixture.
+#: The architecture determines the names of tensors, the mixture their number formats.
 CELLS = few(
     product(("llama", "qwen2", "qwen3"), MIXTURES),
     [*(("llama", name) for name in MIXTURES), ("qwen2", "Q5_K_M"), ("qwen3", "Q4_0")],
@@ -73,7 +73,7 @@ def load(file: Path, mode: CpuKernels = "off", **options: Any) -> FamilyModel:
 
 @torch.inference_mode()
 def expected_logits(model: Any, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-    """transformers', of these weights if they are given."""
+    """Returns the logits of transformers, with these weights if given."""
     model.load_state_dict(model.state_dict() | (weights or {}))
     return model(input_ids=TOKEN_IDS[None]).logits[0]
 
@@ -81,7 +81,7 @@ def expected_logits(model: Any, weights: dict[str, torch.Tensor] | None = None) 
 @pytest.mark.parametrize(
     "kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
 )
-def test_numbers_are_those_of_the_formats_own_package(kind: Kind, file: Path) -> None:
+def test_values_equal_those_of_the_gguf_package(kind: Kind, file: Path) -> None:
     meant = factories.write_text(file, factories.make_model("llama"), "llama", lambda name: kind)
 
     reader = GgufReader(read_fields(opened(file)))
@@ -102,7 +102,7 @@ def test_numbers_that_are_not_finite_are_refused_by_name(kind: Kind, file: Path)
     name = "model.layers.1.mlp.up_proj.weight"
     [tensor] = [x for x in list_weights(opened(file)) if x.name == name]
     assert isinstance(tensor, GgufTensor)
-    with file.open("r+b") as content:  # the first number, or the scale of the first block
+    with file.open("r+b") as content:  # the first value, or the scale of the first block
         content.seek(tensor.offset)
         content.write(np.float16(np.nan).tobytes())
 
@@ -112,17 +112,17 @@ def test_numbers_that_are_not_finite_are_refused_by_name(kind: Kind, file: Path)
 
 
 @pytest.mark.parametrize(("arch", "name"), CELLS)
-def test_logits_are_those_of_what_the_tensors_stand_for(
+def test_logits_equal_those_of_the_dequantized_tensors(
     arch: str, name: str, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Four bits stay four bits."""
+    """Four-bit tensors stay in four bits."""
     model = factories.make_model(arch)
     expected = expected_logits(model, factories.write_text(file, model, arch, MIXTURES[name]))
 
     with caplog.at_level(logging.INFO):
         ours = load(file)
     found = logits_of(ours, TOKEN_IDS)
-    assert (found - expected).norm() < 2e-3 * expected.norm()  # plain numbers are float16
+    assert (found - expected).norm() < 2e-3 * expected.norm()  # unquantized tensors are float16
     if name == "Q4_K_M":
         layers = ours.language_model.model.layers
         maps = {n: m for n, m in layers.named_modules() if n.endswith("_proj")}
@@ -135,7 +135,7 @@ def test_logits_are_those_of_what_the_tensors_stand_for(
     assert (native - expected).norm() < 0.02 * expected.norm()
 
 
-def test_plain_numbers_stay_where_their_file_is_mapped(file: Path) -> None:
+def test_unquantized_tensors_stay_memory_mapped(file: Path) -> None:
     factories.write_text(file, factories.make_model("qwen2"), "qwen2", MIXTURES["F16"])
     directory = opened(file)
 
@@ -153,9 +153,9 @@ LLAMA3 = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
     [{"tie_word_embeddings": True}, {"attention_bias": True}, {"rope_parameters": LLAMA3}],
     ids=["tied embeddings", "biases of heads", "scaling of Llama 3"],
 )
-def test_forms_of_llama_are_found(config: dict[str, Any], file: Path) -> None:
+def test_variants_of_llama_are_detected(config: dict[str, Any], file: Path) -> None:
     model, extra = factories.make_model("llama", **config), {}
-    if "rope_parameters" in config:  # found from its factors
+    if "rope_parameters" in config:  # determined by its factors
         plain = factories.make_model("llama", rope_parameters={"rope_theta": 500000.0})
         rotary: Any = model.model.rotary_emb
         factors = (plain.model.rotary_emb.inv_freq / rotary.inv_freq).numpy()
@@ -170,7 +170,7 @@ def test_forms_of_llama_are_found(config: dict[str, Any], file: Path) -> None:
     assert (found - expected).norm() < (2e-3 if is_tied else 1e-4) * expected.norm()
 
 
-def test_it_can_be_quantized_on_the_way(file: Path) -> None:
+def test_a_gguf_model_can_be_quantized_at_load_time(file: Path) -> None:
     model = factories.make_model("llama")
     meant = factories.write_text(file, model, "llama", MIXTURES["Q8_0"])
     expected = expected_logits(model, meant)
@@ -180,7 +180,7 @@ def test_it_can_be_quantized_on_the_way(file: Path) -> None:
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_an_engine_answers_from_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_runs_a_gguf_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llava(file)
     monkeypatch.setenv("XDG_CACHE_HOME", str(file.parent.parent / "cache"))
     settings = {"device": "cpu", "dtype": "float32", "disabled_ops": "cpu"}
@@ -195,7 +195,7 @@ def test_an_engine_answers_from_it(file: Path, monkeypatch: pytest.MonkeyPatch) 
     message = ChatMessage("user", (ImagePart(0), TextPart("ab <unk> a")))
     prompt = processor.build_prompt([message], [image])
     slots = loaded.card.image_tokens
-    assert prompt.token_ids.count(0) == slots  # what a user writes stays text
+    assert prompt.token_ids.count(0) == slots  # an image token typed by a user stays text
     sampling = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     loaded.engine.add(EngineRequest("r", prompt.token_ids, sampling, prompt.images))
     outputs = [output for _ in range(10) for output in loaded.engine.step()]
@@ -203,7 +203,7 @@ def test_an_engine_answers_from_it(file: Path, monkeypatch: pytest.MonkeyPatch) 
     loaded.engine.close()
 
 
-# -- towers
+# Towers
 
 TOWER_NAMES = {
     "embeddings.class_embedding": "v.class_embd",
@@ -223,7 +223,7 @@ TOWER_NAMES = {
 
 
 def write_llava(file: Path, kind: Kind = Kind.F32, is_old: bool = False, **changes: Any) -> Path:
-    """A text model and a tower beside it. Returns: the checkpoint that the tower is of."""
+    """Writes a text model and a tower beside it. Returns the checkpoint whose tower it is."""
     directory = file.parent.parent / "llava"
     vision = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
     make_checkpoint(
@@ -272,7 +272,7 @@ def write_llava(file: Path, kind: Kind = Kind.F32, is_old: bool = False, **chang
 
 @pytest.mark.parametrize("is_old", [False, True], ids=["new", "old"])
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
-def test_a_tower_beside_it_encodes_images_as_before(kind: Kind, is_old: bool, file: Path) -> None:
+def test_a_tower_beside_the_file_encodes_images(kind: Kind, is_old: bool, file: Path) -> None:
     directory = write_llava(file, kind, is_old)
     original = load_model(directory, *find_family(directory), CPU, torch.float32)
     size = original.config.vision.image_size
@@ -286,10 +286,10 @@ def test_a_tower_beside_it_encodes_images_as_before(kind: Kind, is_old: bool, fi
     assert (found - expected).norm() < most * expected.norm()
     processor = find_family(opened(file))[0].processor(opened(file), model.config)
     assert processor.images.mean == (0.5, 0.25, 0.5)
-    assert processor.slot_id == 0  # of unknown text
+    assert processor.slot_id == 0  # the ID of `<unk>`
 
 
-# -- what cannot be read
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_a_tower_beside_it_encodes_images_as_before(kind: Kind, is_old: bool, fi
         ("twice", {}, "has 2 mmproj files; keep the one"),
     ],
 )  # fmt: skip
-def test_what_has_no_place_is_named(arch: str, options: Any, reason: str, file: Path) -> None:
+def test_unsupported_parts_are_named(arch: str, options: Any, reason: str, file: Path) -> None:
     if arch == "mmproj":
         write_llava(file, **options)
     elif arch == "damaged":
@@ -335,7 +335,7 @@ def test_what_has_no_place_is_named(arch: str, options: Any, reason: str, file: 
     assert named in str(refused.value)
 
 
-def test_a_file_that_changes_is_opened_anew(file: Path) -> None:
+def test_a_changed_file_is_opened_again(file: Path) -> None:
     factories.write_text(file, factories.make_model("llama"), "llama")
     before = opened(file)
 

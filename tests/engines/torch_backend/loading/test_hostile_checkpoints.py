@@ -1,4 +1,4 @@
-"""Checkpoints made to break the loader: each is refused in one sentence that names file and field, soon and in little memory."""
+"""Hostile checkpoints: the loader refuses each with an error that names file and field, in little time and memory."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ DOUBLING = {
 
 
 def change(file: Path, path: str, value: Any) -> None:
-    """Put a value at `a.b.c`; the file itself where the path is empty."""
+    """Sets the value at the path `a.b.c` of a JSON file; an empty path replaces the whole file."""
     content = json.loads(file.read_text()) if file.is_file() else {}
     *parents, last = path.split(".")
     section = content
@@ -42,7 +42,7 @@ def change(file: Path, path: str, value: Any) -> None:
 
 
 def look_at(directory: Path) -> None:
-    """All that the loader does before it reads weights."""
+    """Runs all steps of the loader before it reads weights."""
     family, config = find_family(directory)
     create_processor(directory, family.processor(directory, config))
     detect(read_fields(directory))
@@ -50,7 +50,7 @@ def look_at(directory: Path) -> None:
 
 
 def refusal(directory: Path) -> str:
-    """The sentence with which a checkpoint is refused."""
+    """Returns the error with which a checkpoint is refused, and checks time and memory."""
     tracemalloc.start()
     started = time.monotonic()
     try:
@@ -86,15 +86,15 @@ NO_OBJECTS = ("[]", "5", DEEP, '{"a": ' + DEEP + "}", "{", "\ufffd")
         ],
     ),
 )
-def test_a_file_that_is_no_object(file: str, content: str, tiny: Path) -> None:
-    if file == "processor_config.json":  # it is asked for the template
+def test_a_file_that_is_not_a_json_object_is_refused(file: str, content: str, tiny: Path) -> None:
+    if file == "processor_config.json":  # read because there is no other template
         (tiny / "chat_template.jinja").unlink()
     (tiny / file).write_text(content)
     assert file in refusal(tiny)
 
 
-PREFIX = "model.continuing_subword_prefix", "a longer one than a token"  #: tokenizers panics
-#: Wrong values by file and field. The error names the last part of the field, or has the given words.
+PREFIX = "model.continuing_subword_prefix", "a longer one than a token"  #: makes tokenizers panic
+#: Wrong values by file and field. The error contains the last part of the field, or the given words.
 FIELDS: dict[str, list[tuple[Any, ...]]] = {
     "config.json": [
         ("architectures", 5), ("image_token_index", "x"), ("model_type", ["llava"]), ("multimodal_projector_bias", "yes"),
@@ -151,7 +151,7 @@ FIELDS: dict[str, list[tuple[Any, ...]]] = {
         ),
     ],
 )
-def test_a_field_that_cannot_be(file: str, path: str, value: Any, words: str, tiny: Path) -> None:
+def test_invalid_fields_are_named(file: str, path: str, value: Any, words: str, tiny: Path) -> None:
     if path == "eos_token_id":
         (tiny / "generation_config.json").unlink()
     if path == "chat_template":
@@ -160,13 +160,13 @@ def test_a_field_that_cannot_be(file: str, path: str, value: Any, words: str, ti
     sentence = refusal(tiny)
     assert "tokenizer" in sentence if file == "tokenizer.json" else file in sentence
     assert words in sentence
-    if path == "added_tokens":  # read for a server of another engine too
+    if path == "added_tokens":  # also read for engines behind HTTP
         with pytest.raises(UnsupportedCheckpoint, match=r"tokenizer\.json"):
             find_media_tokens(tiny, "")
 
 
 def _hold(kind: str, num_bytes: int) -> Callable[[Path], object]:
-    """One weight of a type."""
+    """Returns a function that writes one weight of a type."""
 
     def write(directory: Path) -> None:
         entry = {"dtype": kind, "shape": [4], "data_offsets": [0, num_bytes]}
@@ -180,7 +180,7 @@ def _hold(kind: str, num_bytes: int) -> Callable[[Path], object]:
 
 
 def _of(family: str, file: str, path: str, value: Any) -> Callable[[Path], object]:
-    """A checkpoint of transformers."""
+    """Returns a function that writes a checkpoint of transformers with one changed field."""
 
     def write(directory: Path) -> None:
         shutil.rmtree(directory)
@@ -191,7 +191,7 @@ def _of(family: str, file: str, path: str, value: Any) -> Callable[[Path], objec
 
 
 def _tower(field: str, value: Any) -> Callable[[Path], object]:
-    """A timm tower from elsewhere."""
+    """Returns a function that writes a checkpoint with one changed field of its timm tower."""
     return _of("Gemma 3", "config.json", f"vision_config.{field}", value)
 
 
@@ -216,7 +216,7 @@ def _tower(field: str, value: Any) -> Callable[[Path], object]:
           for name, value in (("size.longest_edge", "x"), ("merge_size", 0))),
     ],
 )  # fmt: skip
-def test_a_directory_that_cannot_be(
+def test_an_invalid_checkpoint_is_refused_with_the_reason(
     damage: Callable[[Path], object], words: str, tiny: Path
 ) -> None:
     damage(tiny)

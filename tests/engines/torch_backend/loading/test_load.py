@@ -1,4 +1,4 @@
-"""A model's name becomes an engine whose answers are those of transformers."""
+"""Loading a model by name gives an engine whose answers equal those of transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def load(model: Path | str, **changes: Any) -> LoadedEngine:
     return create_engine({**CONFIG, "model": str(model), **changes})
 
 
-def test_the_card_says_what_is_served(tiny: Path, tmp_path: Path) -> None:
+def test_the_model_card_describes_the_model(tiny: Path, tmp_path: Path) -> None:
     card = load(tiny).card
     assert (card.name, card.max_model_len, card.vocab_size) == ("tiny", 512, 384)
     assert (card.supports_images, card.image_tokens) == (True, 16)
@@ -37,7 +37,7 @@ def test_the_card_says_what_is_served(tiny: Path, tmp_path: Path) -> None:
     assert other.card.sampling == SamplingDefaults(0.5, top_k=3)
 
 
-def test_start_up_is_told_by_phase(tiny: Path) -> None:
+def test_startup_times_are_reported_by_phase(tiny: Path) -> None:
     told: list[tuple[str, float]] = []
     values = {**CONFIG, "model": str(tiny), "quantization": "int8"}
     loaded = create_engine(values, lambda *step: told.append(step))
@@ -51,7 +51,7 @@ def test_start_up_is_told_by_phase(tiny: Path) -> None:
     assert all(seconds > 0 for seconds in startup_s.values())
 
 
-def test_a_checkpoint_without_template_gets_that_of_llava(tiny: Path) -> None:
+def test_a_checkpoint_without_a_template_uses_that_of_llava(tiny: Path) -> None:
     with_own = load(tiny).engine.processor
     (tiny / "chat_template.jinja").unlink()
     without = load(tiny).engine.processor
@@ -61,7 +61,7 @@ def test_a_checkpoint_without_template_gets_that_of_llava(tiny: Path) -> None:
     assert without.build_prompt(messages, images) == with_own.build_prompt(messages, images)
 
 
-def test_memory_that_it_may_take_bounds_what_is_loaded(tiny: Path) -> None:
+def test_the_memory_limit_bounds_the_loaded_model(tiny: Path) -> None:
     with pytest.raises(EngineStartError, match=r"0\.0 GiB available"):
         create_engine({"model": str(tiny), "device": "cpu", "memory_bytes": 1})
     limit_memory(0)
@@ -75,7 +75,7 @@ def test_memory_that_it_may_take_bounds_what_is_loaded(tiny: Path) -> None:
         limit_memory(0)
 
 
-def test_auto_takes_bfloat16_where_the_processor_has_instructions_for_it(
+def test_auto_selects_bfloat16_if_the_processor_supports_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu_level, "cpu_flags", lambda: frozenset({"fast", "slow"}))

@@ -1,4 +1,4 @@
-"""Weights arrive unchanged, in little memory, and a checkpoint that does not fit is refused by name."""
+"""Weights are loaded unchanged and in little memory; a checkpoint that does not match its config is refused by name."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def check_same_weights(a: Llava, b: Llava) -> None:
 
 
 def edit(directory: Path, **changes: torch.Tensor | None) -> None:
-    """Replace weights of a single-file checkpoint; None removes. Dots are written as double underscores."""
+    """Replaces weights of a single-file checkpoint; None removes one. `__` in a name stands for a dot."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     for name, value in changes.items():
@@ -51,7 +51,7 @@ def edit(directory: Path, **changes: torch.Tensor | None) -> None:
     save_file(tensors, file)
 
 
-def test_one_file_and_many_shards_hold_the_same_model(tiny: Path, tmp_path: Path) -> None:
+def test_one_file_and_many_shards_give_the_same_model(tiny: Path, tmp_path: Path) -> None:
     sharded = tmp_path / "sharded"
     make_checkpoint("tiny", sharded, max_shard_bytes=60_000)
     check_same_weights(load(tiny), load(sharded))
@@ -63,10 +63,10 @@ def test_one_file_and_many_shards_hold_the_same_model(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("changes", [{}, TIED])
-def test_what_transformers_saves_again_is_the_same_model(
+def test_a_checkpoint_saved_by_transformers_is_the_same_model(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    """transformers 5 writes other names than the published files have."""
+    """transformers 5 saves under other names than those of published files."""
     make_checkpoint("tiny", tmp_path / "tiny", changes=changes)
     theirs = LlavaForConditionalGeneration.from_pretrained(tmp_path / "tiny", dtype=torch.float32)
     theirs.save_pretrained(tmp_path / "again")
@@ -87,7 +87,7 @@ def test_a_head_that_differs_from_the_embeddings_is_not_tied_to_them(tmp_path: P
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_weight_has_the_asked_dtype_and_is_mapped_if_the_file_has_it(
+def test_weights_have_the_requested_dtype_and_are_mapped_if_stored_in_it(
     tiny: Path, dtype: torch.dtype
 ) -> None:
     model = load(tiny, dtype)
@@ -101,14 +101,14 @@ def test_every_weight_has_the_asked_dtype_and_is_mapped_if_the_file_has_it(
     if ranges:
         weights = model.language_model.state_dict().values()
         assert all(any(value.data_ptr() in part for part in ranges) for value in weights)
-    # another file by the same name, as `save_file` and downloads write, changes nothing
+    # Replacing the file by another one, as `save_file` and downloads do, changes nothing.
     before = model.language_model.model.embed_tokens.weight.clone()
     edit(tiny, language_model__model__embed_tokens__weight=torch.zeros(4, 4))
     assert torch.equal(model.language_model.model.embed_tokens.weight, before)
 
 
-def test_kernels_read_the_matrices_of_the_decoder_where_they_are_mapped(tiny: Path) -> None:
-    """In float32, as every other weight is, they would take twice the memory and say the same."""
+def test_kernels_read_the_mapped_matrices_of_the_decoder(tiny: Path) -> None:
+    """Converted to float32 like other weights, they would double the memory and give the same results."""
     ops = cpu_ops("fast")
     if not ops.is_native:
         pytest.skip("no C++ compiler")
@@ -126,7 +126,7 @@ def test_kernels_read_the_matrices_of_the_decoder_where_they_are_mapped(tiny: Pa
 
 
 def mapped_ranges(file: Path) -> list[range]:
-    """Addresses of this process at which a file is mapped."""
+    """Returns the address ranges of this process at which a file is mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     parts = [line.split(maxsplit=5) for line in lines if line.endswith(str(file))]
     return [range(*(int(end, 16) for end in part[0].split("-"))) for part in parts]
@@ -154,7 +154,7 @@ def test_files_without_readable_weights_are_refused(
 
 
 @pytest.mark.parametrize("scheme", [None, *METHODS])
-def test_the_memory_that_is_asked_for_is_what_the_weights_take(
+def test_the_checked_memory_is_that_of_the_weights(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, scheme: str | None
 ) -> None:
     chosen = METHODS[scheme] if scheme else None
@@ -169,8 +169,8 @@ def test_the_memory_that_is_asked_for_is_what_the_weights_take(
         load(tiny, scheme=chosen)
 
 
-# Each in a fork of one process that has imported all, as imports take most of the time. Not `ru_maxrss`: a child begins
-# with its parent's.
+# One process imports everything and forks for each measurement, because imports are slow. `ru_maxrss` cannot be
+# used: a child starts with its parent's value.
 MEASURE_PEAKS = """
 import json, os, re, sys
 from pathlib import Path
@@ -210,20 +210,20 @@ PRECISIONS = {
     ("bfloat16", "int4", "off"): 1.3,
     ("float32", "int4", "fast"): 1.5,
 }
-MEASURED = few(PRECISIONS, list(PRECISIONS)[3:])  # each loads twice
+MEASURED = few(PRECISIONS, list(PRECISIONS)[3:])  # each one is loaded twice
 
 
-@pytest.mark.timeout(600)  # it compiles and loads; only memory is asserted
-def test_memory_peaks_little_above_the_model(tmp_path: Path) -> None:
-    """Peak memory of loading over the model's 180 MB. All weights are read, because mapped pages count only then."""
+@pytest.mark.timeout(600)  # compiles and loads; the test checks memory only
+def test_peak_memory_is_little_above_the_model(tmp_path: Path) -> None:
+    """Measures the peak memory over the model's 180 MB. All weights are read, because only then mapped pages count."""
     small, large = tmp_path / "small", tmp_path / "large"
     text = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6}
     vision = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2}
     make_checkpoint("tiny", small)
     make_checkpoint("tiny", large, changes={"text_config": text, "vision_config": vision})
     command = [sys.executable, "-c", MEASURE_PEAKS, small, large, json.dumps(MEASURED)]
-    # A matrix that is freed leaves the process: glibc else keeps those of up to 32 MiB, and whether
-    # they fit what comes next differs between machines. A 7B model's are larger.
+    # Freed matrices must be returned to the system. Otherwise glibc keeps those below 32 MiB, and whether later ones
+    # fit into them differs between machines. The matrices of a 7B model are larger.
     threshold = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
     environment = os.environ | threshold
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)

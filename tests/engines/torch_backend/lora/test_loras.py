@@ -1,4 +1,4 @@
-"""Adapters in a batch: each sequence gets the tokens of transformers over weights that hold its adapter."""
+"""LoRA adapters in a batch: each sequence gets the tokens of transformers with its adapter merged into the weights."""
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,14 +29,14 @@ from tests.long import IS_LONG, few
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SOME = ("q_proj", "v_proj", "down_proj")
 DECODER = "language_model.layers"
-#: Whose adapter each of the prompts asks for.
+#: The adapter that each prompt requests.
 WANTED = dict(zip(PROMPTS, ("a", "b", "b", "", "a"), strict=True))
 Changes = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Weights that adapters stand beside, and what computes them."""
+    """The base weights of the adapters, and the kernel level that computes them."""
 
     weights: str = "full"
     level: str = ""
@@ -66,7 +66,7 @@ CASES = [Case(weights, level) for weights in ("full", *METHODS) for level in LEV
 
 @cache
 def changes_of(model: str) -> dict[str, Changes]:
-    """Of all maps in one rank, and of some in another."""
+    """Returns adapter `a` on all linear layers with one rank, and `b` on some of them with another rank."""
     theirs = model_pair(model).theirs
     return {
         "a": make_changes(theirs, linear_names(theirs, ALL, DECODER), rank=4, seed=1),
@@ -105,7 +105,7 @@ def adapted(
 
 
 def _ways(case: Case) -> list[Way]:
-    """Fewer by the instructions that all processors have: adapters' own way is the same there."""
+    """Returns fewer ways for the lower kernel levels, whose adapters are computed by the same code."""
     ways = ways_of(is_first=case == Case("int4", LEVELS[:2][-1]))
     return ways if IS_LONG or case.level in LEVELS[:2] else ways[-1:]
 
@@ -114,14 +114,14 @@ CELLS = [(way, case) for case in CASES for way in _ways(case)]
 
 
 @pytest.mark.parametrize(("way", "case"), CELLS, ids=str_of_cell)
-def test_each_sequence_has_its_own_adapter_by_every_way(way: Way, case: Case, tmp_path: Path):
+def test_every_way_applies_each_sequences_adapter(way: Way, case: Case, tmp_path: Path):
     directories = write_all(tmp_path, changes_of(case.model))
     start = partial(case.start, directories)
     wanted = adapted(requests(case.pair), start(), directories)
     assert way(start, wanted) == expected_tokens(case.model, case.weights)
 
 
-def test_blocks_of_one_prompt_are_shared_within_an_adapter_alone(tmp_path: Path):
+def test_blocks_of_a_prompt_are_shared_only_within_an_adapter(tmp_path: Path):
     case = Case()
     directories = write_all(tmp_path, changes_of("grouped"))
     engine = case.start(directories)
@@ -138,10 +138,10 @@ def test_blocks_of_one_prompt_are_shared_within_an_adapter_alone(tmp_path: Path)
     assert engine.stats().num_prefix_hit_tokens > 0
     assert len({tuple(tokens) for tokens in first}) == 3
     plain = run_to_end(case.start({}), [request])["r"]
-    assert first[0] == plain  # steps without an adapter are as if there were none
+    assert first[0] == plain  # steps without an adapter equal those of a model without adapters
 
 
-def test_who_has_an_adapter_keeps_it_when_it_is_unloaded(tmp_path: Path):
+def test_running_requests_keep_an_unloaded_adapter(tmp_path: Path):
     directories = write_all(tmp_path, changes_of("grouped"))
     engine = Case().start(directories)
     wanted = adapted(requests(Case().pair), engine, directories)
@@ -158,14 +158,14 @@ def test_who_has_an_adapter_keeps_it_when_it_is_unloaded(tmp_path: Path):
     assert "adapters" not in engine.stats().memory_bytes
 
 
-# -- models of transformers
-#: With norms of heads, experts, states, images: what adapters may change of each.
+# Models of transformers
+#: The linear layers that adapters can change, for models with head norms, experts, states or images.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GENERIC: list[tuple[Family, tuple[str, ...]]] = [
     (text("Qwen3", "Qwen3", head_dim=16), ALL),
     *[(text("Mistral", "Mistral", sliding_window=8), ALL)] * IS_LONG,
-    (text("GLM", "Glm", head_dim=16), ALL),  # rotary on some channels; gate_up_proj
-    (text("ERNIE 4.5", "Ernie4_5"), ALL),  # rotary on neighbouring channels
+    (text("GLM", "Glm", head_dim=16), ALL),  # partial rotary; gate_up_proj
+    (text("ERNIE 4.5", "Ernie4_5"), ALL),  # interleaved rotary
     (text("Helium", "Helium", head_dim=16), ALL),
     (text("Phi-3", "Phi3", partial_rotary_factor=0.5, hidden_size=128), ALL),  # qkv_proj
     *(
@@ -178,7 +178,7 @@ GENERIC: list[tuple[Family, tuple[str, ...]]] = [
 
 @dataclass(frozen=True)
 class AdaptedModel:
-    """A model, its adapters, and what transformers answers with each of them."""
+    """A model, its adapters, and the answers of transformers with each of them."""
 
     loaded: test_families.Loaded
     directories: dict[str, Path]
@@ -194,7 +194,7 @@ def adapted_model(
     folder = tmp_path_factory.mktemp("adapted")
     loaded = test_families.load_family(family, folder / "model")
     theirs = test_families.load_reference(folder / "model", family.auto)
-    # the ends match qkv_proj and gate_up_proj, too
+    # the name suffixes also match qkv_proj and gate_up_proj
     names = [n for n in linear_names(theirs, ends) if "visual" not in n and "vision" not in n]
     changes = {
         "a": make_changes(theirs, names, seed=1),
@@ -217,14 +217,14 @@ def asked_of(request: EngineRequest, adapter: str) -> str:
 
 @pytest.mark.parametrize(
     ("way", "level"),
-    # an engine has a model's kernels alone, so that another cannot take over from it here
+    # an engine creates the kernels of one model, so another engine cannot take over here
     [
         (run_chunked, ""),
         (run_taken_over, ""),
         *((run_chunked, each.name) for each in RUNNABLE[-1:]),
     ],
 )
-def test_models_of_transformers_take_adapters(adapted_model: AdaptedModel, way: Way, level: str):
+def test_models_of_transformers_support_adapters(adapted_model: AdaptedModel, way: Way, level: str):
     ops = native_ops("exact", level) if level else None
 
     def start(**more: Any) -> BatchingEngine:
@@ -243,8 +243,8 @@ def test_models_of_transformers_take_adapters(adapted_model: AdaptedModel, way: 
     assert way(start, wanted) == adapted_model.expected
 
 
-def test_a_map_that_is_computed_by_other_means_fails_its_own_request_alone(tmp_path: Path):
-    """Never an answer of the model without its adapter."""
+def test_a_layer_that_bypasses_its_adapter_fails_only_its_request(tmp_path: Path):
+    """The request never gets an answer of the model without its adapter."""
     case = Case()
     engine = case.start({})
     path = write_adapter(tmp_path, changes_of("grouped")["a"])

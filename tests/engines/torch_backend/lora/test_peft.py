@@ -1,4 +1,4 @@
-"""What is read of an adapter's directory, and what is refused, by its name."""
+"""Adapter directories: the fields that are read, and refusals that name the unsupported field."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def changes(names: list[str] | None = None, **options: Any) -> Any:
     ],
     ids=str,
 )
-def test_what_is_added_is_scaled_as_peft_does(config: dict[str, Any], scale: float, tmp_path: Path):
+def test_the_scale_equals_that_of_peft(config: dict[str, Any], scale: float, tmp_path: Path):
     made = changes()
     expected = expected_tokens(merged(model_pair("grouped").theirs, made, scale))
     path = write_adapter(tmp_path, made, **config)
@@ -56,7 +56,7 @@ def test_what_is_added_is_scaled_as_peft_does(config: dict[str, Any], scale: flo
     assert tokens_of(path) == expected
 
 
-def test_names_of_older_and_newer_versions_mean_the_same(tmp_path: Path):
+def test_names_of_older_and_newer_versions_are_equivalent(tmp_path: Path):
     made = changes()
     expected = expected_tokens(merged(model_pair("grouped").theirs, made))
     for prefix in ("model.language_model", "language_model.model", "model"):
@@ -126,7 +126,7 @@ NORM = "model.language_model.layers.0.input_layernorm"
         *((_also(name), ELSEWHERE.format(name)) for name in (TOWER, HEAD, LAYER_9, NORM)),
     ],
 )  # fmt: skip
-def test_what_is_no_plain_adapter_is_refused_by_what_is_wrong(
+def test_unsupported_adapters_are_refused_with_the_reason(
     damage: Callable[[Path], Any], reason: str, tmp_path: Path
 ):
     write_adapter(tmp_path, changes())
@@ -136,7 +136,7 @@ def test_what_is_no_plain_adapter_is_refused_by_what_is_wrong(
     assert "\n" not in str(refused.value)
 
 
-def test_limits_are_told_with_their_settings_and_one_content_has_one_name(tmp_path: Path):
+def test_the_error_of_a_limit_names_its_setting_and_equal_adapters_have_one_digest(tmp_path: Path):
     engine = make_engine(model_pair("grouped"))
     here, there, other = (
         write_adapter(tmp_path / name, changes(seed=seed))
@@ -150,7 +150,7 @@ def test_limits_are_told_with_their_settings_and_one_content_has_one_name(tmp_pa
     assert digests[0] == digests[1] != digests[2]
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about what peft calls
+@pytest.mark.filterwarnings("ignore")  # transformers warns about its calls of peft
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,7 +160,7 @@ def test_limits_are_told_with_their_settings_and_one_content_has_one_name(tmp_pa
     ],
     ids=str,
 )
-def test_answers_are_those_of_what_peft_has_merged(options: dict[str, Any], tmp_path: Path):
+def test_answers_equal_those_of_peft_with_merged_weights(options: dict[str, Any], tmp_path: Path):
     peft = pytest.importorskip("peft")
     base = merged(model_pair("grouped").theirs, {})
     targets = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"

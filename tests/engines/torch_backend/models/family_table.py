@@ -1,4 +1,4 @@
-"""Tiny random models of families, each made of transformers' own configuration class; nothing is downloaded."""
+"""Tiny random models of all families, created from transformers' own configuration classes without downloads."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from transformers import (
 
 from benchmarks.checkpoint_files import make_tokenizer
 
-#: of the tokenizer: its bytes and merges lie below
+#: of the tokenizer, whose bytes and merges have lower IDs
 IMAGE_ID = 300
 IMAGE_IDS: dict[str, Any] = {"image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID}
 TEXT = {
@@ -52,19 +52,19 @@ GEMMA3N_TEXT: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table. A family of images has a processor, and what its template writes for an image."""
+    """One row of the table. A family with images has a processor and an image placeholder of its template."""
 
     name: str
     create: Callable[[], PreTrainedConfig]
     shares_prefixes: bool = True
     create_processor: Callable[[], Any] | None = None
     placeholder: str = ""
-    embedding_std: float = 0.35  #: such that answers differ
-    opening: str = ""  #: what the template begins with
-    video_placeholder: str = ""  #: what it writes for a video; empty: such are not tested
+    embedding_std: float = 0.35  #: large enough for different answers
+    opening: str = ""  #: text at the beginning of a prompt
+    video_placeholder: str = ""  #: as the template writes a video; empty: not tested
     audio_placeholder: str = ""
-    class_name: str = ""  #: of models that are in no list of transformers for images and text
-    #: What its processor makes of images and a text, where it lays prompts out by itself; there is no template then.
+    class_name: str = ""  #: of models that are not in transformers' list for images and text
+    #: Applies a processor that builds prompts itself to images and a text; such families have no template.
     read: Callable[[Any, list[Any], str], Any] | None = None
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Family:
 
     @property
     def auto(self) -> Any:
-        """The class that transformers runs it with."""
+        """Returns the class with which transformers runs the family."""
         if self.class_name:
             return getattr(transformers, self.class_name)
         auto: Any = AutoModelForImageTextToText if self.create_processor else AutoModelForCausalLM
@@ -84,7 +84,7 @@ class Family:
 
     @property
     def kind(self) -> str:
-        """As the list of what is tested has it."""
+        """Returns the family's name in the list of tested architectures."""
         text_config = self.create().get_text_config(decoder=True)
         suffix = f"/{text_config.model_type}" if self.create_processor else ""
         return self.architecture + suffix
@@ -166,12 +166,12 @@ CLIP_TOWER: dict[str, Any] = {**CLIP, "model_type": "clip_vision_model"}
 QIANFAN_TOWER: dict[str, Any] = {**SMALL_TOWER, "image_size": [28, 28], "patch_size": [7, 7]}
 TILES = [[28, 56], [56, 28], [56, 56]]
 SQUARE = {"height": 28, "width": 28}
-#: Of grids of patches: at least one of 28 by 28 pixels, at most twelve.
+#: Limits for patch grids: at least one patch of 28 by 28 pixels, at most twelve.
 GRIDS = {"shortest_edge": 784, "longest_edge": 784 * 12}
 
 
 def tokens(*special: str, **named: str) -> Callable[[], Any]:
-    """Makes a tokenizer with additional special tokens, with ids from 302 on; named tokens come first."""
+    """Returns a factory for a tokenizer with special tokens, whose IDs start at 302; named tokens come first."""
 
     def create() -> Any:
         backend = make_tokenizer(IMAGE_ID)
@@ -202,9 +202,9 @@ def own(
     videos: dict[str, Any] | None = None, sounds: Callable[[], Any] | None = None, by: str = "",
     images_by: str = "", videos_by: str = "", options: Mapping[str, Any] = MappingProxyType({}), **more: Any,
 ) -> Family:  # fmt: skip
-    """A row whose processors have these options; their classes are named as the model's, or `by` others.
+    """Returns a row whose processors have these options. Their classes are named after the model, or after `by`.
 
-    `more` are fields of `Family`, and those of the configuration.
+    `more` has fields of `Family` and of the configuration.
     """
     by = by or kind
     fields = {field: more.pop(field) for field in [*more] if field in Family.__dataclass_fields__}
@@ -351,7 +351,7 @@ VQ: dict[str, Any] = {
 
 
 def _read_paligemma(processor: Any, images: list[Any], text: str) -> Any:
-    """Its processor lays prompts out by itself, and takes none without an image."""
+    """Applies the processor, which builds prompts itself and requires an image."""
     if images:
         made = processor(
             images=[images], text=["<image>" * len(images) + text], return_tensors="pt"
@@ -488,7 +488,7 @@ FAMILIES += [
         ),
         images={"size": {"height": 64, "width": 64}}, images_by="Siglip",
         sounds=lambda: transformers.Gemma3nAudioFeatureExtractor(), options={"image_seq_length": 4},
-        # Tokens of images and audio have embeddings of their own.
+        # Tokens of images and audio have their own embeddings.
         text_config={**TEXT, **GEMMA3N_TEXT, "vocab_size_per_layer_input": 304}, boi_token_id=302,
         boa_token_id=303, eoi_token_id=304, image_token_id=305, eoa_token_id=306,
         audio_token_id=307, vision_soft_tokens_per_image=4,
@@ -725,7 +725,7 @@ FAMILIES += [
 ]  # fmt: skip
 
 
-#: Models of images that the engine cannot run, and what it says of each.
+#: Models with images that the engine cannot run, and a part of the error.
 REFUSED = [
     (
         own(
@@ -743,7 +743,7 @@ REFUSED = [
         "FuyuProcessor returns no pixel_values",
     ),
 ]  # fmt: skip
-#: Says what is said, and where images are.
+#: Writes texts unchanged, and a placeholder for each image.
 TEMPLATE = (
     "{% for m in messages %}{% for c in m['content'] %}"
     "{% if c['type'] == 'image' %}PLACEHOLDER{% elif c['type'] == 'video' %}OF_VIDEO"
@@ -761,9 +761,9 @@ _written: dict[Family, dict[str, bytes]] = {}
 
 
 def write_checkpoint(family: Family, directory: Path) -> None:
-    """A family's files as transformers saves them, with random weights that make answers differ.
+    """Writes a family's files as transformers saves them, with random weights that give different answers.
 
-    They are made once in a process.
+    The files are created once per process.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if family not in _written:

@@ -1,6 +1,6 @@
-"""What may go wrong without a word where another's modules are driven: each is refused, or made right.
+"""Generic models run modules of transformers: each possible silent error is avoided, or the model is refused.
 
-Below: which decoders our own program computes, and that it leaves to transformers what it does not understand.
+The second half tests which decoders are lowered to our own program, and which ones stay with transformers.
 """
 
 import gc
@@ -82,7 +82,7 @@ WINDOWED = text("Mistral", "Mistral", sliding_window=8)
 GENERIC = GenericFamily(lowers=False)
 KERNEL_FAMILIES = ("Llama", "Qwen3", "Gemma 2", "StableLM", "Cohere 2", "Falcon-H1")
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
-#: Each precision at least once, and states.
+#: Each precision at least once, and models with states.
 KERNEL_CASES = [
     ("Falcon-H1", "float32"),
     ("Llama", "int8"),
@@ -95,7 +95,7 @@ needs_kernels = pytest.mark.skipif(
 
 
 def write(family: Family, directory: Path, **changes: Any) -> Path:
-    """A family's checkpoint, other fields in its `config.json`."""
+    """Writes a family's checkpoint with other fields in its `config.json`."""
     write_checkpoint(family, directory)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **changes}))
@@ -110,8 +110,8 @@ def test_a_model_is_moved_to_its_device_without_accelerate(tmp_path: Path) -> No
     assert model.kv_shapes
 
 
-def test_a_module_that_reads_the_bias_of_a_linear_layer_is_given_it(tmp_path: Path) -> None:
-    """Its states stay another matter: the self-check finds that its scores differ."""
+def test_a_module_can_read_the_bias_of_a_linear_layer(tmp_path: Path) -> None:
+    """The model itself is refused: the self-check finds that its scores differ, because of its states."""
     jamba = text(
         "Jamba", "Jamba", shares_prefixes=False, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
         expert_layer_offset=1, num_experts=2, mamba_d_state=8, mamba_dt_rank=8,
@@ -120,7 +120,7 @@ def test_a_module_that_reads_the_bias_of_a_linear_layer_is_given_it(tmp_path: Pa
         create_engine({"kind": "torch", "model": str(write(jamba, tmp_path)), "device": "cpu"})
 
 
-def test_what_fails_in_the_first_steps_is_one_sentence(
+def test_a_failure_of_the_first_steps_is_a_one_line_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write(text("StableLM", "StableLm"), tmp_path)
@@ -158,7 +158,7 @@ def other_family(name: str, config_class: str, **fields: Any) -> Family:
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
 )  # fmt: skip
-def test_what_would_be_wrong_in_silence_is_refused_by_its_reason(
+def test_models_with_silent_errors_are_refused_with_the_reason(
     family: Family, reason: str, tmp_path: Path
 ) -> None:
     write_checkpoint(family, tmp_path)
@@ -167,7 +167,7 @@ def test_what_would_be_wrong_in_silence_is_refused_by_its_reason(
 
 
 @pytest.mark.parametrize(("family", "reason"), REFUSED, ids=lambda value: str(value)[:20])
-def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
+def test_unsupported_models_with_images_are_refused_at_load_time(
     family: Family, reason: str, tmp_path: Path
 ) -> None:
     config = family.create()
@@ -179,7 +179,7 @@ def test_models_of_images_that_cannot_be_run_are_refused_before_a_request(
     assert _names_another(refused.value)
 
 
-def test_a_model_whose_images_see_each_other_is_refused() -> None:
+def test_a_model_whose_images_attend_to_each_other_is_refused() -> None:
     model_class: Any = transformers.Molmo2ForConditionalGeneration
     hooks = PositionHooks.create(model_class, transformers.Molmo2Config())
     with pytest.raises(UnsupportedCheckpoint, match=r"Molmo2.* outside their image.*") as refused:
@@ -188,12 +188,12 @@ def test_a_model_whose_images_see_each_other_is_refused() -> None:
 
 
 def _names_another(refusal: UnsupportedCheckpoint) -> bool:
-    """Whether it is one line, and says which of the models that are tested would do."""
+    """Returns whether the error is one line and suggests a tested model."""
     message = str(refusal)
     return "\n" not in message and any(f"as {each.name}," in message for each in FAMILIES)
 
 
-def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_word(
+def test_adjacent_images_have_one_token_between_them(
     tmp_path: Path,
 ) -> None:
     family = named("Idefics2")
@@ -207,8 +207,8 @@ def test_images_side_by_side_have_one_token_between_them_and_a_space_before_a_wo
     assert [image.num_slots for image in prompt.images] == [4, 4]
 
 
-def test_a_slot_that_the_model_writes_itself_is_no_image(tmp_path: Path) -> None:
-    """Another's image may be in the same step; the prompt continues as transformers has it."""
+def test_a_generated_image_token_is_not_an_image_slot(tmp_path: Path) -> None:
+    """The slot could otherwise show another request's image. The prompt continues as in transformers."""
     loaded = load_family(named("Qwen2.5-VL"), tmp_path)
     [text, image] = [r for r in loaded.requests if r.request_id in ("text", "small")]
     slot: int = loaded.model.config.full.image_token_id
@@ -220,8 +220,8 @@ def test_a_slot_that_the_model_writes_itself_is_no_image(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic", "yarn"])
-def test_frequencies_do_not_depend_on_who_shares_the_step(kind: str, tmp_path: Path) -> None:
-    """They are those of the longest sequence that there may be: transformers' own, told of one so long."""
+def test_rotary_frequencies_do_not_depend_on_other_sequences(kind: str, tmp_path: Path) -> None:
+    """They equal those that transformers computes for a sequence of the maximum length."""
     more: dict[str, Any] = {"original_max_position_embeddings": 30}
     rope = {"rope_type": kind, "rope_theta": 10000.0, "partial_rotary_factor": 1.0, **more}
     if kind == "longrope":
@@ -237,10 +237,10 @@ def test_frequencies_do_not_depend_on_who_shares_the_step(kind: str, tmp_path: P
     assert ways.run_chunked(loaded.start, loaded.requests) == alone
 
 
-def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(
+def test_logits_of_the_requested_rows_if_the_model_returns_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then `**kwargs` would swallow `logits_to_keep`."""
+    """Such a model has `**kwargs`, which accept and ignore `logits_to_keep`."""
     model_class = type(made(WINDOWED, tmp_path, GENERIC).inner)
     whole = model_class.forward
 
@@ -256,9 +256,7 @@ def test_scores_are_those_of_the_wanted_rows_where_the_model_cannot_choose(
 
 
 @pytest.mark.parametrize("change", [{"window": None}, {"scale": 0.2}])
-def test_the_self_check_finds_an_engine_that_computes_something_else(
-    change: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_self_check_detects_wrong_results(change: dict[str, Any], tmp_path: Path) -> None:
     model = made(WINDOWED, tmp_path, GENERIC)
     runner = start(model)
     model.verify(runner, "always")
@@ -280,7 +278,7 @@ def test_the_self_check_finds_an_engine_that_computes_something_else(
 def test_the_self_check_compares_a_prompt_with_an_image(
     name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Features of other sizes, and none at all, are found; a prompt without room is left out."""
+    """Features of other sizes and missing features are found; a prompt that is too long is skipped."""
     write_checkpoint(named(name), tmp_path)
     model, processor = load(tmp_path, GENERIC)
     assert isinstance(model, GenericModel)
@@ -304,7 +302,7 @@ def test_the_self_check_compares_a_prompt_with_an_image(
                 verify()
 
 
-def test_nothing_of_a_config_makes_transformers_fetch_or_run_code(tmp_path: Path) -> None:
+def test_no_field_of_a_config_makes_transformers_fetch_or_run_code(tmp_path: Path) -> None:
     changes = {
         "_attn_implementation": "somebody/kernels", "attn_implementation": "somebody/kernels",
         "auto_map": {"AutoModelForCausalLM": "evil.Model"}, "experts_implementation": "somebody/experts",
@@ -338,8 +336,8 @@ def test_fields_and_weights_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
-    """Every way gives the same tokens, and they are those of the weights that the integers stand for."""
+def test_linear_layers_can_be_quantized(scheme: str, tmp_path: Path) -> None:
+    """Every way gives the same tokens, which equal those of the dequantized weights."""
     model = made(WINDOWED, tmp_path, GENERIC, torch.float32, METHODS[scheme])
     whole = load_only(tmp_path, GENERIC)
     assert len(quantized_layers(model)) == 2 * 7
@@ -357,10 +355,10 @@ def test_linear_maps_may_be_in_few_bits(scheme: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"), few(product(KERNEL_FAMILIES, PRECISIONS), KERNEL_CASES)
 )
-def test_scores_by_kernels_are_those_of_the_plain_modules(
+def test_logits_of_kernels_equal_those_of_the_plain_modules(
     name: str, precision: str, tmp_path: Path
 ) -> None:
-    """The head is in int8 beside layers in few bits, if it is no table of tokens."""
+    """The head is in int8 if layers are quantized and it is not tied to the embeddings."""
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     ops, scheme = cpu_ops("fast"), METHODS.get(precision)
     model = made(named(name), tmp_path, GENERIC, dtype, scheme, ops=ops)
@@ -373,8 +371,8 @@ def test_scores_by_kernels_are_those_of_the_plain_modules(
     model.verify(start(model, ops, dtype), "always")
 
 
-def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path) -> None:
-    """Where they did not, the answers would be others."""
+def test_attention_within_an_image_is_bidirectional_if_configured(tmp_path: Path) -> None:
+    """With causal attention the answers would differ."""
     loaded = load_family(named("Gemma 3"), tmp_path)
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     apart = [
@@ -385,7 +383,7 @@ def test_slots_of_an_image_see_each_other_where_the_model_says_so(tmp_path: Path
 
 
 def test_positions_do_not_depend_on_the_prompt_before(tmp_path: Path) -> None:
-    """Transformers' hooks leave what they count by in the model."""
+    """Hooks of transformers store the last rope deltas in the model."""
     write_checkpoint(named("Qwen2.5-VL"), tmp_path)
     processor = load_processor(tmp_path)
     with_image, without = QUESTIONS["wide"], QUESTIONS["text"]
@@ -408,7 +406,7 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
         sequence = Sequence(f"{number}", [5, 6, 7, 8], 4, SamplingParams(temperature=0))
         sequence.block_ids = [number]
         runner.launch(Batch([ScheduledSequence(sequence, 4)])).wait()
-    # convolution: 4 of 64 * 2 + 2 * 8 channels; state: 8 heads of 16 by 8; the first step begins with nothing
+    # convolution: 4 of 64 * 2 + 2 * 8 channels; state: 8 heads of 16 by 8; the first step has no earlier state
     state_bytes = 4 * (4 * (128 + 16) + 8 * 16 * 8)
     assert runner.memory_bytes()["states"] == 2 * state_bytes
     runner.release("0")
@@ -416,7 +414,7 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
     assert runner.memory_bytes()["states"] == 0
 
     weights = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
-    states = 3 * state_bytes  # of a sequence: before and after a step, and in it
+    states = 3 * state_bytes  # a sequence has states before, during and after a step
     [pool] = model.kv_shapes
     room = 100 * bytes_per_block(pool, 4, torch.float32)
 
@@ -430,8 +428,8 @@ def test_memory_for_states_is_counted_and_reserved_before_that_of_keys_and_value
         num_blocks(8, 8 * states)
 
 
-def test_of_a_whole_qwen_omni_the_thinker_runs(tmp_path: Path) -> None:
-    """As published: one folder with the parts that generate text, codes of speech and waves."""
+def test_a_complete_qwen_omni_runs_its_thinker(tmp_path: Path) -> None:
+    """The published folder contains the parts that generate text, speech codes and waveforms."""
     thinker = load_family(named("Qwen2.5-Omni"), tmp_path / "thinker")
     whole = tmp_path / "whole"
     shutil.copytree(thinker.directory, whole)
@@ -460,7 +458,7 @@ PLAIN_SCALE: dict[str, Any] = {"attention_multiplier": 0.25}
 
 
 def path_of(family: Family, directory: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, str]:
-    """Who computes the decoder, and what the log says of it."""
+    """Returns the speed path of the decoder and its line in the log."""
     with caplog.at_level(logging.INFO, "engines.torch_backend.models.generic.model"):
         model = made(family, directory)
     [line] = [text for text in caplog.messages if "the decoder" in text]
@@ -502,7 +500,7 @@ def _twice(add: Callable[..., Any]) -> Callable[..., Any]:
     ],
     ids=lambda value: str(value) if isinstance(value, Family) else "",
 )  # fmt: skip
-def test_what_is_not_the_program_stays_generic_with_its_reason(
+def test_other_decoders_stay_generic_with_the_reason(
     family: Family, reason: str, changes: Any, tmp_path: Path, caplog: Any, monkeypatch: Any
 ) -> None:
     if changes:
@@ -513,10 +511,10 @@ def test_what_is_not_the_program_stays_generic_with_its_reason(
     assert reason in line
 
 
-def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
+def test_each_kind_of_layer_of_a_large_model_is_verified(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of this family's four layers is not turned."""
+    """Every fourth layer of this family has no rotary embedding."""
     monkeypatch.setattr(proof, "LARGE", 0)
     loaded = load_family(text("SmolLM3", "SmolLM3", num_hidden_layers=9), tmp_path / "right")
     assert loaded.model.speed_path == "lowered"
@@ -541,10 +539,8 @@ def test_of_a_large_model_each_kind_of_layer_is_computed_twice(
     ],
     ids=str,
 )
-def test_channels_that_are_turned_otherwise_are_put_in_our_order(
-    family: Family, tmp_path: Path
-) -> None:
-    """Neighbours, or only some of them."""
+def test_other_orders_of_rotary_channels_are_converted(family: Family, tmp_path: Path) -> None:
+    """The rotated channel pairs are neighbors, or only some channels are rotated."""
     loaded = load_family(family, tmp_path)
     assert loaded.model.speed_path == "lowered"
     for kernels in ("fast", "off"):
@@ -555,8 +551,10 @@ def test_channels_that_are_turned_otherwise_are_put_in_our_order(
 @pytest.mark.parametrize(
     ("scheme", "kernels"), [("none", "off"), ("int8", "fast"), ("int4", "fast")]
 )
-def test_it_computes_as_the_native_family_does(scheme: str, kernels: Any, tmp_path: Path) -> None:
-    """The same program with the same weights, by transformers' angles."""
+def test_a_lowered_decoder_equals_the_native_family(
+    scheme: str, kernels: Any, tmp_path: Path
+) -> None:
+    """The same program with the same weights, and the rotary angles of transformers."""
     lowered, native = (
         made(LLAMA, tmp_path, family, torch.float32, METHODS.get(scheme), ops=cpu_ops(kernels))
         for family in (FAMILY, causal_lm.FAMILY)
@@ -578,7 +576,7 @@ def test_it_computes_as_the_native_family_does(scheme: str, kernels: Any, tmp_pa
         [("Idefics3", True), ("LFM2-VL", False)],
     ),
 )
-def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
+def test_towers_are_in_int8_if_the_decoder_is_quantized(
     name: str, lowers: bool, tmp_path: Path
 ) -> None:
     write_checkpoint(named(name), tmp_path)
@@ -602,10 +600,10 @@ def test_towers_are_in_int8_beside_a_decoder_in_few_bits(
         ["Qwen2.5-VL", "Gemma 3, text"],
     ),
 )
-def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
+def test_matrices_stay_in_their_stored_dtype_if_kernels_read_them(
     name: str, tmp_path: Path
 ) -> None:
-    """Half the memory; the tokens are those of the same numbers in float32."""
+    """They need half the memory and give the tokens of the same values in float32."""
     family = named(name)
     halve(family, tmp_path)
     ops = cpu_ops("fast")
@@ -628,7 +626,7 @@ def test_matrices_stay_as_they_are_stored_where_kernels_read_them(
 
 
 def halve(family: Family, directory: Path) -> int:
-    """Write a checkpoint in bfloat16. Returns: its bytes."""
+    """Writes a checkpoint in bfloat16. Returns its size in bytes."""
     write_checkpoint(family, directory)
     weights = load_file(directory / "model.safetensors")
     rounded = {name: x.bfloat16() for name, x in weights.items()}
@@ -637,10 +635,10 @@ def halve(family: Family, directory: Path) -> int:
 
 
 @pytest.mark.parametrize("lowers", [True, False])
-def test_memory_is_asked_for_matrices_as_they_will_be(
+def test_the_checked_memory_is_that_of_the_matrices_in_their_final_dtype(
     lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of a decoder that stays transformers', too."""
+    """Also the matrices of a decoder that is not lowered."""
     stored = halve(named("Mistral, window"), tmp_path)
     for room, expected in ((1.1, nullcontext()), (0.9, pytest.raises(ModelTooLarge))):
         monkeypatch.setattr(weights_module, "free_bytes", lambda _, room=room: room * stored)
@@ -651,18 +649,18 @@ def test_memory_is_asked_for_matrices_as_they_will_be(
 @pytest.mark.parametrize(
     "name", few(["Mistral, window", "Gemma 3, text", "Qwen2.5-VL", "Qwen3-VL"], ["Qwen3-VL"])
 )
-def test_a_gpu_computes_it_as_a_native_model(
+def test_the_gpu_path_of_a_lowered_model_equals_the_generic_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its buffers and fused layers, kernels by their reference implementations."""
+    """Uses the buffers and fused layers of a GPU, with kernels replaced by reference implementations."""
     monkeypatch.setattr(runner, "runs_graphs", lambda device: True)
     loaded = load_family(named(name), tmp_path)
     assert ways.run_chunked(loaded.start, loaded.requests) == loaded.expected
     assert ways.run_overlapped(loaded.start, loaded.requests) == loaded.expected
 
 
-def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
-    """Which would keep the decoder from being the same."""
+def test_norm_gains_plus_one_are_not_rounded_to_16_bits(tmp_path: Path) -> None:
+    """Rounded, the lowered decoder would differ from the original one."""
     model = made(named("Gemma 3, text"), tmp_path, FAMILY, torch.bfloat16)
     assert model.speed_path == "lowered"
     sequence = Sequence("r", [*range(5, 40)], 35, SamplingParams(temperature=0))
@@ -675,8 +673,8 @@ def test_gains_of_one_more_are_not_rounded_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3"])
-def test_nothing_of_transformers_decoder_is_kept(name: str, tmp_path: Path) -> None:
-    """What its modules hold would stay beside what it was quantized to."""
+def test_modules_of_the_lowered_decoder_are_freed(name: str, tmp_path: Path) -> None:
+    """Otherwise the modules would keep full weights beside the quantized ones."""
     before = _count_decoder_layers()
     model = made(named(name), tmp_path)
     kept = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""LLaVA's config.json becomes the same shape that transformers would build from it; every naming of its weights is read."""
+"""LLaVA configs are read as transformers reads them, and every naming of the weights is supported."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.factories_torch import (
     make_vlm_config,
 )
 
-# What llava-hf published for llava-1.5-7b: most keys are absent.
+# The published config of llava-1.5-7b-hf, in which most keys are absent.
 LLAVA_15_7B = {
     "architectures": ["LlavaForConditionalGeneration"],
     "image_token_index": 32000,
@@ -62,7 +62,7 @@ def with_text(**changes: Any) -> dict[str, Any]:
     return make_config(text_config=LLAVA_15_7B["text_config"] | changes)
 
 
-#: What every decoder's config has in transformers.
+#: Fields that every decoder config of transformers has.
 SHAPE = {name: TEXT_FIELDS[name] for name in (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size", "rms_norm_eps",
 )}  # fmt: skip
@@ -98,16 +98,16 @@ def check_equal(ours: VLMConfig, theirs: LlavaConfig) -> None:
         with_text(model_type="qwen2"),
     ],
 )
-def test_absent_keys_take_the_values_that_transformers_gives_them(config: dict[str, Any]) -> None:
+def test_absent_keys_have_the_defaults_of_transformers(config: dict[str, Any]) -> None:
     check_equal(vlm_config_from_hf(config), LlavaConfig(**config))
 
 
-def test_shapes_are_those_of_the_published_models() -> None:
+def test_shapes_equal_those_of_the_published_models() -> None:
     config = vlm_config_from_hf(LLAVA_15_7B)
     assert (config.text.hidden_size, config.text.head_dim) == (4096, 128)
     assert (config.text.max_position_embeddings, config.tokens_per_image) == (4096, 576)
     full = vlm_config_from_hf(make_config(vision_feature_select_strategy="full"))
-    assert full.tokens_per_image == 577  # with the class token
+    assert full.tokens_per_image == 577  # including the class token
     linear = vlm_config_from_hf(with_text(rope_scaling={"type": "linear", "factor": 2.0})).text
     assert linear.rope_scaling == RopeScaling("linear", 2.0)
     window = with_text(model_type="mistral", max_position_embeddings=32768)
@@ -151,7 +151,7 @@ def test_llama_attention_bias_covers_the_output_and_qwen2_bias_does_not() -> Non
         (make_config(vision_config={"image_size": [336, 224]}), "not square"),
     ],
 )
-def test_what_our_program_cannot_run_is_refused_by_name(
+def test_configs_that_our_program_cannot_run_are_refused_by_name(
     config: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=reason):
@@ -166,14 +166,14 @@ def test_what_our_program_cannot_run_is_refused_by_name(
         (with_text(rope_scaling={"type": "yarn", "factor": 4.0}), "yarn"),
     ],
 )
-def test_what_transformers_implements_is_left_to_it(config: dict[str, Any], reason: str) -> None:
+def test_other_configs_are_left_to_transformers(config: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         FAMILY.check(Fields("config.json", config))
     assert isinstance(vlm_config_from_hf(config), GenericConfig)
 
 
 def rename_to_published(name: str) -> str:
-    """The names of the published llava-hf files."""
+    """Renames weights to the names of the published llava-hf files."""
     name = name.replace("model.language_model.", "language_model.model.")
     name = name.replace("model.vision_tower.", "vision_tower.vision_model.")
     name = name.replace("model.multi_modal_projector.", "multi_modal_projector.")
@@ -181,19 +181,19 @@ def rename_to_published(name: str) -> str:
 
 
 def rename_to_transformers_4(name: str) -> str:
-    """The names that transformers 4.52 and later had in memory."""
+    """Renames weights to the in-memory names of transformers 4.52 and later."""
     return name.replace("model.vision_tower.", "model.vision_tower.vision_model.")
 
 
 def rename_to_transformers_5(name: str) -> str:
-    """The names that transformers 5 writes: the published ones, but for the vision tower."""
+    """Renames weights to those that transformers 5 saves: the published names, except for the vision tower."""
     return rename_to_published(name).replace("vision_model.", "")
 
 
 @pytest.mark.parametrize(
     "rename", [rename_to_published, rename_to_transformers_4, rename_to_transformers_5]
 )
-def test_every_naming_of_a_checkpoint_is_read_alike(rename):
+def test_every_naming_of_a_checkpoint_gives_the_same_model(rename):
     pair = make_model_pair(make_vlm_config())
     renamed = {rename(name): tensor for name, tensor in pair.theirs.state_dict().items()}
     expected = dict(pair.ours.state_dict())
@@ -201,7 +201,7 @@ def test_every_naming_of_a_checkpoint_is_read_alike(rename):
     assert_close(dict(found), expected)
 
 
-def test_weights_that_are_derived_from_others_are_left_out():
+def test_derived_weights_are_ignored():
     config = make_vlm_config(text={"tie_word_embeddings": True})
     mapped = rename_weights(
         {

@@ -1,4 +1,4 @@
-"""Images of any shape become features in their slots, and what is no number fails its request; what is kept leaves in order."""
+"""The image encoder: images of any shape, NaN features, encoding in parts, and the eviction order of the cache."""
 
 from collections.abc import Generator, Sequence
 
@@ -21,13 +21,13 @@ CPU = torch.device("cpu")
 
 
 def check_cache(cache: EncoderCache) -> None:
-    """Pinned images exist, and the bytes are counted."""
+    """Checks that pinned images exist and that the byte count is right."""
     assert all(keys and keys <= cache._features.keys() for keys in cache._pinned.values())
     assert cache.num_bytes == sum(features.nbytes for features in cache._features.values())
 
 
 class Patches(FamilyModel):
-    """Takes (rows * columns, 4) patches of a grid, as many as an image has; four neighbours become a feature."""
+    """A model whose images are (rows * columns, 4) patches of a grid; four neighbors become one feature."""
 
     def num_features(self, image: ImageInput) -> int:
         return len(image.pixels) // 4
@@ -75,7 +75,7 @@ def test_images_of_different_grids_are_encoded_together():
 
 
 @pytest.mark.parametrize("beside_streams", [False, True])
-def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside_streams: bool):
+def test_nan_features_fail_their_request_and_are_not_cached(beside_streams: bool):
     sound, bad = make_image("sound", (4, 4)), make_image("bad", (2, 2))
     hostile = ImageInput(1, 1, "bad", bad.pixels * torch.inf)
     encoder = make_encoder()
@@ -93,8 +93,8 @@ def test_features_that_are_no_numbers_fail_their_request_and_are_not_kept(beside
 
 
 @pytest.mark.parametrize("max_vision_s", [None, 1.0], ids=["GPU", "CPU"])
-def test_room_for_features_is_made_before_they_are_computed(max_vision_s: float | None):
-    cache = EncoderCache(100)  # six rows of 16 bytes
+def test_the_cache_evicts_before_features_are_computed(max_vision_s: float | None):
+    cache = EncoderCache(100)  # six rows of 16 bytes fit
     model, before = Patches(), []
     encode = model.encode
     model.encode = lambda *given: before.append(cache.num_bytes) or encode(*given)
@@ -109,7 +109,7 @@ def test_room_for_features_is_made_before_they_are_computed(max_vision_s: float 
     assert ("", "second") in cache
 
 
-def test_images_without_room_wait_until_the_others_were_read():
+def test_images_wait_until_the_cache_has_room():
     cache = EncoderCache(100)
     encoder = ImageEncoder(Patches(), cache, 1, CPU, torch.float32)
     seen = make_share("seen", make_image("seen", (4, 4)))
@@ -127,7 +127,7 @@ def test_images_without_room_wait_until_the_others_were_read():
 
 
 class Slow(Patches):
-    """Takes ten parts of an image, and notes where it stands."""
+    """Encodes an image in ten parts, and logs each part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,13 +147,13 @@ class Slow(Patches):
 
 
 def make_slow(monkeypatch: pytest.MonkeyPatch) -> tuple[Slow, ImageEncoder]:
-    """Whose every step has time for one part."""
+    """Returns a model and an encoder with time for one part per step."""
     monkeypatch.setattr(image_encoder, "SECONDS_ALONE", 0.0)
     model = Slow()
     return model, ImageEncoder(model, EncoderCache(1 << 20), 8, CPU, torch.float32)
 
 
-def test_without_streams_a_long_image_takes_several_steps(monkeypatch: pytest.MonkeyPatch):
+def test_without_streams_a_long_image_is_encoded_in_several_steps(monkeypatch: pytest.MonkeyPatch):
     _, encoder = make_slow(monkeypatch)
     items = [make_share("a", make_image("a", (2, 2)))]
     steps = 0
@@ -167,7 +167,7 @@ def test_without_streams_a_long_image_takes_several_steps(monkeypatch: pytest.Mo
 
 
 def make_pair(request_id: str = "a") -> ScheduledSequence:
-    """A prompt with an image from token 100 and one from token 200."""
+    """Returns a prompt with an image at token 100 and another one at token 200."""
     images = make_image("first", (4, 4), 100), make_image("second", (4, 10), 200)
     return make_share(request_id, *images, num_tokens=300)
 
@@ -204,13 +204,13 @@ def test_beside_streams_a_request_computes_tokens_or_encodes_images(
     assert log == [({"a": 0}, {"a"})] * 9 + [({"a": 0}, frozenset()), ({"a": 100}, {"a"})]
 
 
-def test_a_prompt_that_sees_itself_waits_for_all_its_images(monkeypatch: pytest.MonkeyPatch):
+def test_a_bidirectional_prompt_waits_for_all_its_images(monkeypatch: pytest.MonkeyPatch):
     model, encoder = make_slow(monkeypatch)
     model.binds_prompts = True
     assert encoder.encode_missing([make_pair()], max_vision_s=0.0)[1] == {"a": 0}
 
 
-def test_an_image_that_only_an_ended_request_waits_for_is_left_at_once(
+def test_the_image_of_an_ended_request_is_abandoned(
     monkeypatch: pytest.MonkeyPatch,
 ):
     model, encoder = make_slow(monkeypatch)
@@ -237,7 +237,7 @@ def key(number: int) -> tuple[str, str]:
     return ("", f"hash-{number}")
 
 
-def test_the_longest_unused_image_leaves_first():
+def test_the_least_recently_used_image_is_evicted():
     cache = make_cache(3)
     cache.pin("a", key(0))
     cache.unpin("a", key(0))
@@ -252,7 +252,7 @@ EVENTS = st.tuples(
 
 @settings(max_examples=60)
 @given(st.lists(EVENTS, max_size=30), st.integers(0, 3))
-def test_whatever_happens_the_books_are_right_and_what_is_read_is_there(events, capacity):
+def test_any_sequence_of_events_keeps_the_cache_consistent(events, capacity):
     cache = make_cache(capacity=capacity)
     held: set[tuple[str, int]] = set()
     for event, number, request_id in events:

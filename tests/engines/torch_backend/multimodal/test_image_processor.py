@@ -1,4 +1,4 @@
-"""Pixels are those of transformers' CLIPImageProcessor, and no image does harm."""
+"""Pixels equal those of transformers' CLIPImageProcessor, and hostile images are refused."""
 
 import io
 import json
@@ -89,7 +89,7 @@ def test_every_mode_equals_transformers(tmp_path: Path, mode: str) -> None:
 
     expected = reference(CLIPImageProcessorPil, make_settings(), data)
     np.testing.assert_array_equal(pixels, expected)
-    if mode == "RGB":  # AutoProcessor's resizes in its own arithmetic and rounds pixels differently
+    if mode == "RGB":  # AutoProcessor's class resizes and rounds pixels differently
         near = reference(CLIPImageProcessor, make_settings(), data)
         assert np.abs(pixels - near).max() <= 2 / 255 / 0.26
         assert np.abs(pixels - near).mean() < 1e-3
@@ -117,7 +117,7 @@ def test_an_image_of_another_size_than_admitted_is_refused_before_it_is_decoded(
 def test_a_very_long_image_is_never_resized_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The middle alone is computed, and is that of the whole; a line of pixels does not become a gigabyte."""
+    """Only the center is computed, and equals that of the whole; a one-pixel line does not become a gigabyte."""
     processor = load(tmp_path, make_settings(do_normalize=False, do_rescale=False))
     sizes: list[tuple[int, int]] = []
     resize = Image.Image.resize
@@ -143,7 +143,7 @@ def test_a_very_long_image_is_never_resized_as_a_whole(
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert max(width * height for width, height in sizes) <= module.MAX_RESIZED_PIXELS
-    assert peak < 4 * 2**20  # numpy's share
+    assert peak < 4 * 2**20  # the memory of numpy
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_a_very_long_image_is_never_resized_as_a_whole(
         ({"image_mean": [0.5]}, "image_mean"),
     ],
 )
-def test_settings_that_are_not_understood_are_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=reason):
         load(tmp_path, make_settings(**changes))
 
 
-def test_settings_may_be_inside_the_processor_config_and_nowhere_else(tmp_path: Path) -> None:
+def test_settings_can_be_inside_the_processor_config(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=r"preprocessor_config\.json"):
         load_image_processor(tmp_path, SIZE)
     content = {"processor_class": "LlavaProcessor", "image_processor": make_settings(resample=2)}

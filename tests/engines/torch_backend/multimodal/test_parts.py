@@ -1,4 +1,4 @@
-"""A computation in parts: the same results, other work between its parts, and a clean end wherever it stands."""
+"""Computation in parts: equal results, other torch work between the parts, and a clean end after any part."""
 
 import threading
 import time
@@ -66,7 +66,7 @@ def smallest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(generator: Generator[None, None, Any]) -> tuple[int, Any]:
-    """Parts, and what comes in the end; torch is used between them."""
+    """Returns the number of parts and the result; uses torch between the parts."""
     num_parts = 0
     while True:
         try:
@@ -75,7 +75,7 @@ def run(generator: Generator[None, None, Any]) -> tuple[int, Any]:
             return num_parts, stop.value
         num_parts += 1
         assert torch.ones(3, 3).matmul(torch.ones(3)).tolist() == [3, 3, 3]
-        assert torch.rand(3, generator=torch.Generator()).max() <= 1  # vmap refuses it
+        assert torch.rand(3, generator=torch.Generator()).max() <= 1  # vmap would refuse this
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -93,7 +93,7 @@ def test_an_operation_in_pieces_has_the_same_result(name: str, smallest: None):
 
 
 @torch.inference_mode()
-def test_a_layer_that_a_kernel_may_compute_is_split_into_rows(smallest: None):
+def test_a_layer_with_a_kernel_is_split_into_rows(smallest: None):
     layer, x = Linear(8, 6), numbers(40, 8)
     expected = layer(x)
     layer.group = LinearGroup(layer)
@@ -119,14 +119,14 @@ def test_pieces_are_as_large_as_their_speed_allows(
     ticks = count(0.0, num_parts_per_call * parts.PART_S)
     monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", 4 * 2 * 8 * 8)  # of four rows
+    monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", 4 * 2 * 8 * 8)  # four rows
     with torch.inference_mode(), CountedProducts() as counted:
         run(in_parts(lambda: [F.linear(numbers(40, 8), numbers(8, 8)) for _ in range(2)]))
     assert counted.num_products == num_products
 
 
 def test_a_part_of_a_long_computation_ends_soon():
-    """Other requests' tokens wait for the end of each part."""
+    """Tokens of other requests wait for the end of each part."""
 
     def compute() -> None:
         until = time.thread_time() + 0.5
@@ -136,7 +136,7 @@ def test_a_part_of_a_long_computation_ends_soon():
     assert run(in_parts(compute))[0] > 20
 
 
-def test_an_error_ends_it_with_that_error(smallest: None):
+def test_an_error_ends_the_computation(smallest: None):
     def fail() -> None:
         torch.ones(3).add(1)
         raise ValueError("no image")
@@ -147,7 +147,7 @@ def test_an_error_ends_it_with_that_error(smallest: None):
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "collected by another thread"])
-def test_a_computation_that_is_left_ends_where_it_stands(smallest: None, is_closed: bool):
+def test_an_abandoned_computation_ends_after_its_part(smallest: None, is_closed: bool):
     ended: list[int] = []
 
     def compute() -> None:
@@ -172,13 +172,13 @@ def test_a_computation_that_is_left_ends_where_it_stands(smallest: None, is_clos
     assert ended == [threading.get_ident()]
 
 
-def test_closing_it_before_it_begins_computes_nothing():
+def test_closing_before_the_first_part_computes_nothing():
     generator = in_parts(lambda: pytest.fail("it was computed"))
     next(generator)
     generator.close()
 
 
-def test_two_of_them_do_not_disturb_each_other(smallest: None):
+def test_two_computations_are_independent(smallest: None):
     first, second = (
         in_parts(lambda x=x: (torch.full((4, 4), x) @ torch.ones(4, 4)).sum()) for x in (1.0, 2.0)
     )

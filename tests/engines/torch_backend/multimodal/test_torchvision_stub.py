@@ -1,4 +1,4 @@
-"""torchvision, and what is built on it, can be imported whichever build of torch is there."""
+"""torchvision and packages that need it can be imported with any build of torch."""
 
 from engines.torch_backend.multimodal.torchvision_stub import declare_missing_operators
 

@@ -1,4 +1,4 @@
-"""Images that a family's processor cannot take are a 400 that names the part and says what to send."""
+"""Images that a family's processor refuses are a 400 that names the field and describes the problem."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ def ask(*sizes: tuple[int, int]) -> dict[str, Any]:
     return make_body([*images, {"type": "text", "text": "?"}], max_tokens=2)
 
 
-async def test_what_a_familys_processor_refuses_is_told_by_its_part_and_size(
+async def test_the_error_of_a_refused_image_names_its_field_and_size(
     tmp_path: Path, ends: Ends, redis_server
 ):
     write_checkpoint(named("Pixtral"), tmp_path)

@@ -1,4 +1,4 @@
-"""The level is the largest that the processor has and torch may use; nothing else chooses a path."""
+"""The CPU level is the highest one that the processor supports and torch is allowed to use."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def _probed_anew() -> Iterator[None]:
     [
         ("x86_64", f"flags : {V4} avx512_vnni", "AVX512", "x86-64-v4-vnni", False, 0),
         ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX512", "x86-64-v4-bf16", True, 1 << 30),
-        # many tokens are left to matrix units
+        # large batches are computed by the matrix units
         ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16 amx_bf16", "AVX512", "x86-64-v4-bf16", True, 48),
         ("x86_64", f"flags : {V4} avx512_vnni avx512_bf16", "AVX2", "x86-64-v3", False, 0),
         ("x86_64", f"flags : {V4} avx512_vnni amx_bf16", "AVX512", "x86-64-v4-vnni", True, 0),
@@ -42,7 +42,7 @@ def _probed_anew() -> Iterator[None]:
         ("riscv64", "", "DEFAULT", "generic", False, 0),
     ],
 )  # fmt: skip
-def test_the_largest_level_that_processor_and_torch_allow_is_chosen(
+def test_the_highest_level_of_processor_and_torch_is_chosen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     machine: str,

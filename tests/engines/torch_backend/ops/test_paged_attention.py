@@ -1,4 +1,4 @@
-"""The reference of paged attention is the definition, for every mixture of sequences and every form."""
+"""The reference of paged attention equals the definition for any mixture of sequences and any form."""
 
 import pytest
 import torch
@@ -40,16 +40,16 @@ def test_it_is_the_definition(shares: list[tuple[int, int]], num_kv_heads: int, 
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.inference_mode()
-def test_every_form_is_the_definition(form: str):
-    """Images begin behind what is computed, and end before their sequence does."""
+def test_every_form_equals_the_definition(form: str):
+    """Images begin after the computed tokens and end before their sequence does."""
     check(create_attention, make_inputs(SHARES[2]), FORMS[form])
     shares = [(1, 9), (1, 2), (8, 0), (6, 5), (2, 12)]
     check(create_attention, make_inputs(shares, IMAGES), FORMS[form])
 
 
 @torch.inference_mode()
-def test_a_sequence_reads_nothing_of_what_others_left_in_its_blocks():
-    """Masking alone is not enough where that is not a number."""
+def test_a_sequence_reads_no_values_of_earlier_owners_of_its_blocks():
+    """Masking alone is not enough if the other values are NaN."""
     inputs = make_inputs([(1, 4), (1, 0), (1, 30), (6, 0)])
     pool = make_pool()
     for sequence in inputs.sequences:

@@ -1,6 +1,6 @@
-"""Each kernel computes what its reference implementation in torch does: in Triton's interpreter, or on a GPU where there is one.
+"""Each Triton kernel equals its torch reference, in Triton's interpreter, or on a GPU if there is one.
 
-`tests/gpu/test_cuda.py` has the same on shapes of real models.
+`tests/gpu/test_cuda.py` tests the shapes of real models.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ def make_pool(
 
 
 def make_decodes(lengths: list[int], num_blocks: int = 40) -> StepInputs:
-    """One new token of each; last blocks are those of others, as shared prefixes are."""
+    """Returns one new token per sequence; later blocks are shared between sequences, as prefixes are."""
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(3))
     tables = [order.roll(7 * row)[:20].tolist() for row in range(len(lengths))]
     sequences = [SequenceRows(i, 1, n - 1, tables[i]) for i, n in enumerate(lengths)]
@@ -89,7 +89,7 @@ def test_heads_are_rotated_and_written(dtype: torch.dtype, sections: tuple[int, 
     found = [each(1, qkv, heads) for each in make_both(4, pools, inputs, rotary.at(positions))]
     assert_close(*found, **TOLERANCES[dtype])
     slots = torch.arange(16 * 8, device=DEVICE)[None]
-    for layer in range(2):  # the other layer, and all other slots, are as they were
+    for layer in range(2):  # the other layer and all other slots are unchanged
         assert_close(pools[0].read(layer, slots), pools[1].read(layer, slots), **TOLERANCES[dtype])
 
 
@@ -109,13 +109,13 @@ def test_new_tokens_attend_to_their_pages(
 ):
     num_heads, num_kv_heads, head_dim = heads
     pools = [make_pool(num_kv_heads, head_dim, dtype, num_blocks=40) for _ in range(2)]
-    inputs = make_decodes([3, 150, 64, 9])  # one tile, several, a whole one
+    inputs = make_decodes([3, 150, 64, 9])  # one tile, several, exactly one
     qkv = numbers(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     both = make_both(num_heads, pools, inputs, None)
     assert_close(*(each(1, qkv, Heads(window=window)) for each in both), **TOLERANCES[dtype])
 
 
-def test_nothing_beyond_a_context_is_looked_at_and_a_row_without_one_gives_zeros():
+def test_only_the_context_is_read_and_a_row_without_one_is_zero():
     pools = [make_pool(2, 8, torch.float32) for _ in range(2)]
     inputs = StepInputs.create([SequenceRows(0, 1, 10, [*range(16)])], 8, DEVICE)
     qkv = numbers(1, 8 * 8)

@@ -1,6 +1,6 @@
-"""Torch's attention of runs is used on a GPU where torch has it and it is right.
+"""torch's varlen attention is used on a GPU if torch has it and its results are right.
 
-A stand-in computes here what torch's kernel does on a GPU, behind the interfaces of torch 2.11 and of 2.12.
+A stand-in computes what torch's kernel computes on a GPU, with the interfaces of torch 2.11 and 2.12.
 """
 
 import sys
@@ -56,7 +56,7 @@ def attend_one_by_one(
 
 
 def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
-    """Forgets that a run may continue."""
+    """A wrong kernel that ignores the context of a continued sequence."""
     query, key, value, new_ends, *_ = args
     new = new_ends.diff().tolist()
     return attend_one_by_one(query, key[: len(query)], value[: len(query)], new, new)
@@ -65,7 +65,7 @@ def aligned_to_the_left(*args: Any, **options: Any) -> torch.Tensor:
 def find(
     function: Any, monkeypatch: pytest.MonkeyPatch, num_heads: int = 2, num_kv_heads: int = 1
 ) -> Ops:
-    """What is chosen where the other kernel for a GPU is switched off. The interpreter computes head by head."""
+    """Returns the chosen ops with the other GPU kernel disabled. The interpreter computes head by head."""
     module = SimpleNamespace(varlen_attn=function) if function else SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     text = make_text_config(num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -77,7 +77,7 @@ def find(
     ("function", "num_heads", "num_kv_heads"), [(of_2_11, 2, 1), (of_2_12, 4, 2)]
 )
 @torch.inference_mode()
-def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
+def test_prompts_and_decodes_of_a_step_equal_the_reference(
     function: Any, num_heads: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ):
     ops = find(function, monkeypatch, num_heads, num_kv_heads)
@@ -106,7 +106,7 @@ def test_prompts_and_decodes_of_a_step_are_those_of_the_reference(
     ],
     ids=["wrong", "missing", "another interface"],
 )
-def test_what_is_wrong_or_missing_is_not_used(
+def test_a_wrong_or_missing_kernel_is_not_used(
     function: Any, complaint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     assert not find(function, monkeypatch).uses("paged_attention")

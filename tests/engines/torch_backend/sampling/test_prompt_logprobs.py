@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's tokens are those of transformers, however the prompt is computed."""
+"""Logprobs of prompt tokens equal those of transformers, by every way to compute the prompt."""
 
 from collections.abc import Iterable
 
@@ -36,7 +36,7 @@ def scored(name: str, parts: list[list[int] | int] = PROMPT, **wishes: object) -
 def run(
     engine: BatchingEngine, requests: Iterable[EngineRequest]
 ) -> dict[str, list[PromptLogprob]]:
-    """What each request is told of its prompt, of which no token is told twice."""
+    """Returns the prompt logprobs of each request; none is reported twice."""
     found: dict[str, list[PromptLogprob]] = {}
     for request in requests:
         engine.add(request)
@@ -49,7 +49,7 @@ def run(
 
 
 def check(pair: ModelPair, request: EngineRequest, found: list[PromptLogprob]) -> None:
-    """The same values, ranks and best tokens as transformers has."""
+    """Checks that values, ranks and best tokens equal those of transformers."""
     token_ids = request.prompt_token_ids
     pixels = [image.pixels for image in request.images]
     with torch.inference_mode():
@@ -81,7 +81,7 @@ def check(pair: ModelPair, request: EngineRequest, found: list[PromptLogprob]) -
         pytest.param({"overlap_steps": True}, id="overlapped"),
     ],
 )
-def test_they_are_those_of_transformers_beside_other_requests(pair, changes):
+def test_prompt_logprobs_equal_those_of_transformers_beside_others(pair, changes):
     engine = make_engine(pair, **changes)
     requests = [
         scored("a", max_tokens=12),
@@ -104,7 +104,7 @@ def test_a_prompt_of_one_token_reports_it_without_a_logprob(pair, monkeypatch, h
     check(pair, request, run(make_engine(pair, overlap_steps=True), [request])["one"])
 
 
-def test_a_prompt_that_the_prefix_cache_holds_is_computed_for_its_logprobs(pair):
+def test_a_cached_prompt_is_computed_again_for_its_logprobs(pair):
     engine = make_engine(pair)
     run(engine, [make_request(CONFIG, "first", PROMPT, max_tokens=2)])
     for max_tokens in (0, 1):
@@ -121,11 +121,11 @@ def test_an_attempt_after_the_first_token_does_not_report_them_again(pair):
     assert told == {"r": []}
 
 
-def test_a_long_prompt_is_scored_in_several_steps_beside_another(pair):
+def test_a_long_prompt_is_scored_in_several_steps(pair):
     engine = make_engine(pair, num_kv_blocks=512, max_num_batched_tokens=2048)
     long: list[list[int] | int] = [[3 + place % 40 for place in range(240)]]
     requests = [scored("a", long), scored("b", [*long, [9]]), scored("c", [[7], *long])]
     found = run(engine, requests)
-    assert engine.stats().num_steps == 2  # of memory, not of tokens: 2048 would fit
+    assert engine.stats().num_steps == 2  # limited by memory; 2048 tokens would fit
     for request in requests:
         check(pair, request, found[request.request_id])

@@ -1,7 +1,7 @@
-"""Tokens are sampled from the distribution that the parameters describe, by seed and position alone.
+"""Tokens follow the distribution of the parameters and depend only on seed and position.
 
-The chi-square tests sample with fixed seeds, so that they pass or fail for ever; their bound is the one that a
-true sampler exceeds once in 10,000 sets of seeds.
+The chi-square tests sample with fixed seeds, so their result never changes; a correct sampler exceeds their bound once
+in 10,000 sets of seeds.
 """
 
 import math
@@ -41,13 +41,13 @@ def make_sequence(
 
 
 def sample_many(logits: torch.Tensor, **sampling: Any) -> list[int]:
-    """Many samples from one distribution, each with its own seed."""
+    """Draws many samples from one distribution, each with its own seed."""
     sequences = [make_sequence(seed=seed, **sampling) for seed in range(NUM_SAMPLES)]
     return [choice.token_id for choice in sample(logits.repeat(NUM_SAMPLES, 1), sequences)]
 
 
 def chi_square_bound(freedom: int) -> float:
-    """Exceeded with probability 1e-4. Source: Wilson and Hilferty 1931."""
+    """Returns the bound that is exceeded with probability 1e-4. Source: Wilson and Hilferty 1931."""
     shrink = 2 / (9 * freedom)
     return freedom * (1 - shrink + 3.719 * math.sqrt(shrink)) ** 3
 
@@ -62,15 +62,15 @@ def assert_distribution(tokens: list[int], expected: torch.Tensor) -> None:
 
 
 def kept(token_ids: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """The softmax over some tokens alone."""
+    """Returns the softmax over only these tokens."""
     scores = torch.full_like(LOGITS, -torch.inf)
     scores[token_ids] = LOGITS[token_ids] / temperature
     return scores.softmax(-1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_end_is_not_sampled_before_the_least_number_of_tokens(temperature):
-    """Whoever shares the step may end."""
+def test_the_end_is_not_sampled_before_min_tokens(temperature):
+    """Other sequences of the step can end."""
     sequences = [
         Sequence(
             "r", [0, *output], 1,
@@ -86,7 +86,7 @@ def test_the_end_is_not_sampled_before_the_least_number_of_tokens(temperature):
 
 
 def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tensor:
-    """The softmax with some scores set to other values."""
+    """Returns the softmax after some scores are replaced."""
     scores = LOGITS.clone()
     for token_id, score in changes.items():
         scores[token_id] = score
@@ -105,17 +105,17 @@ def adjusted(changes: dict[int, float], temperature: float = 1.0) -> torch.Tenso
         ({"top_p": 0.7}, kept([0, 1, 2])),
         ({"top_p": 0.39}, kept([0])),
         ({"top_p": 0.0}, kept([0])),
-        ({"min_p": 0.3}, kept([0, 1, 2])),  # the best times 0.3: 2 + log 0.3 = 0.796
-        ({"top_k": 4, "top_p": 0.6}, kept([0, 1])),  # of the four: .455 .276 .167 .102
+        ({"min_p": 0.3}, kept([0, 1, 2])),  # limit 2 + log 0.3 = 0.796
+        ({"top_k": 4, "top_p": 0.6}, kept([0, 1])),  # of these: .455 .276 .167 .102
         ({"top_k": 4, "min_p": 0.5, "temperature": 2.0}, kept([0, 1, 2], 2.0)),
         ({"logit_bias": {7: 100.0}}, kept([7])),
         ({"logit_bias": {3: 1.2, 0: -1.0}}, adjusted({3: 1.7, 0: 1.0})),
-        # the output is 0 0 1, the prompt 5 5
+        # the output is 0 0 1, the prompt is 5 5
         ({"frequency_penalty": 0.7}, adjusted({0: 0.6, 1: 0.8})),
         ({"presence_penalty": 0.7}, adjusted({0: 1.3, 1: 0.8})),
         ({"frequency_penalty": -0.5}, adjusted({0: 3.0, 1: 2.0})),
         ({"repetition_penalty": 2.0}, adjusted({0: 1.0, 1: 0.75, 5: -1.0})),
-        # a penalty comes before the limits: the best two are others with it
+        # penalties apply before the limits, so other tokens are the best two
         ({"frequency_penalty": 2.0, "top_k": 2}, kept([2, 3])),
         (
             {
@@ -135,8 +135,8 @@ def test_samples_follow_the_distribution(sampling, expected):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_penalties_follow_a_sequence_that_grows_and_loses_its_end(seed):
-    """Against counting all tokens: drafts are sampled and taken back, new tokens and old ones come."""
+def test_penalties_follow_a_sequence_that_grows_and_shrinks(seed):
+    """Compared with counting all tokens, while drafts are sampled and removed, with new and repeated tokens."""
     random = Random(seed)
     sequence = make_sequence(
         prompt=tuple(random.choices(range(30), k=random.randrange(1, 40))),
@@ -175,15 +175,15 @@ def test_a_token_with_penalties_costs_less_than_counting_a_long_sequence():
     assert follow_s < 0.1 * min(seconds(lambda: TokenCounts(sequence)) for _ in range(5))
 
 
-def test_a_nucleus_wider_than_the_first_look_is_whole():
+def test_a_nucleus_wider_than_the_first_candidates_is_complete():
     flat = torch.zeros(4 * NUCLEUS_WIDTH)
     flat[: 2 * NUCLEUS_WIDTH] += 5.0
-    # 0.9 of the mass needs most of the higher half, whose tokens tie and so are all kept
+    # 0.9 of the mass needs most of the higher half, whose tokens tie, so all of them are kept
     tokens = sample_many(flat, top_p=0.9)
     assert NUCLEUS_WIDTH < max(tokens) < 2 * NUCLEUS_WIDTH
 
 
-def test_ties_at_the_limit_are_all_kept_and_greedy_takes_the_best_whatever_the_limits():
+def test_ties_at_the_limit_are_kept_and_greedy_ignores_the_limits():
     tied = torch.tensor([1.0, 0.0, 0.0, 0.0])
     assert set(sample_many(tied, top_k=2)) == {0, 1, 2, 3}
     assert set(sample_many(LOGITS * 1000, temperature=1e-30)) == {0}
@@ -196,7 +196,7 @@ def test_ties_at_the_limit_are_all_kept_and_greedy_takes_the_best_whatever_the_l
     [{}, {"top_k": 5}, {"top_p": 0.8}, {"frequency_penalty": 1.0, "logit_bias": {3: 1.0}}],
     ids=str,
 )
-def test_a_token_does_not_depend_on_who_shares_the_step(sampling):
+def test_a_token_does_not_depend_on_other_sequences_of_the_step(sampling):
     torch.manual_seed(0)
     logits = torch.randn(5, 3000)
     mine = make_sequence(output=(3, 3, 9), seed=42, **sampling)
@@ -213,7 +213,7 @@ def test_a_token_does_not_depend_on_who_shares_the_step(sampling):
         assert sample(logits[rows], company)[place].token_id == alone
 
 
-def test_logprobs_are_those_of_the_models_own_distribution_for_those_who_ask():
+def test_logprobs_on_request_are_those_of_the_unmodified_distribution():
     expected = LOGITS.log_softmax(-1)
     penalised = {"temperature": 0.3, "top_k": 1, "output": (0,), "presence_penalty": 5.0}
     sequences = [make_sequence(num_logprobs=n, **penalised) for n in (None, 0, 3, 20)]
@@ -225,8 +225,8 @@ def test_logprobs_are_those_of_the_models_own_distribution_for_those_who_ask():
     assert [value for _, value in choice.top_logprobs] == pytest.approx(expected[:3].tolist())
 
 
-def test_the_logprob_of_what_the_model_rules_out_is_a_number():
-    """JSON has no infinity: such an event could be written but not read."""
+def test_the_logprob_of_an_impossible_token_is_finite():
+    """JSON has no infinity, so such an event could be encoded but not decoded."""
     logits = LOGITS.clone()
     logits[1:] = -torch.inf
     logits[7] = -20_000.0
@@ -234,11 +234,11 @@ def test_the_logprob_of_what_the_model_rules_out_is_a_number():
     assert choice.logprob == 0.0
     values = [value for _, value in choice.top_logprobs]
     assert values == [0.0, *[LEAST_LOGPROB] * 7]
-    assert choice.top_logprobs[1][0] == 7  # the order is that of the true values
+    assert choice.top_logprobs[1][0] == 7  # ordered by the unclipped values
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_scores_that_are_no_numbers_are_the_failure_of_their_request(value):
+def test_nan_scores_fail_their_request(value):
     logits = LOGITS.repeat(2, 1)
     logits[1, 3] = value
     sequences = [make_sequence(), make_sequence()]
@@ -249,7 +249,7 @@ def test_scores_that_are_no_numbers_are_the_failure_of_their_request(value):
 
 
 def splitmix64(state: int, count: int) -> list[int]:
-    """The reference generator, as published."""
+    """Returns the outputs of the published reference generator."""
     outputs = []
     for _ in range(count):
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -264,7 +264,7 @@ def test_the_generator_is_splitmix64():
     bits = random_bits(torch.tensor([signed(key) for key in keys]), 50)
     unsigned = [[value % 2**64 for value in row] for row in bits.tolist()]
     assert unsigned == [splitmix64(key, 50) for key in keys]
-    # published first output for state 0
+    # the published first output for state 0
     assert unsigned[0][0] == 0xE220A8397B1DCDAF
 
 
@@ -286,7 +286,7 @@ def sample_rows(rows: list[int], scores: torch.Tensor, position: int, **how: boo
     return sample_random(scores[rows], params, truncated=True, **how).tolist()
 
 
-def test_a_whole_sort_samples_what_a_part_samples_in_any_company():
+def test_a_full_sort_samples_the_same_tokens_as_a_partial_one():
     rows = list(range(len(PARAMS)))
     for position in range(20):
         torch.manual_seed(position)

@@ -1,4 +1,4 @@
-"""A checkpoint in another's quantized format gives the logits of what its weights stand for, or is refused by name."""
+"""Checkpoints in published quantized formats give the logits of the dequantized weights, or are refused by name."""
 
 import json
 import logging
@@ -69,7 +69,7 @@ FLOAT = {
     "fp8 blocks": formats.deepseek(),
 }
 ALL = INT4 | INT8 | FLOAT
-#: Those that the format's own library can read here.
+#: Formats that the library installed here can read.
 LIBRARY = [name for name in ALL if name.startswith(("packed", "int8"))]
 
 
@@ -91,7 +91,7 @@ def linears(model: nn.Module) -> list[Linear]:
 def expected_logits(
     directory: Path, weights: dict[str, Tensor], model_class: Any = LlavaForConditionalGeneration
 ) -> Tensor:
-    """transformers', of the weights that a checkpoint stands for."""
+    """Returns the logits of transformers with the dequantized weights."""
     plain = directory.with_name("plain")
     plain.mkdir()
     for file in directory.glob("*.json"):
@@ -105,13 +105,13 @@ def expected_logits(
         return theirs(input_ids=TOKEN_IDS[None]).logits[0]
 
 
-#: Without further group sizes of a format that is tested with one.
+#: The formats without variants of the same format that differ in group size.
 SHORT = [name for name in ALL if not name.endswith(("of 32", "one group", "compressed-tensors"))]
 
 
 @pytest.mark.parametrize("name", few(ALL, SHORT))
-def test_logits_are_those_of_the_weights_that_it_stands_for(name: str, tmp_path: Path) -> None:
-    """By kernels too; and what kernels multiply stays in few bits."""
+def test_logits_equal_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
+    """Also with kernels; weights that kernels read stay quantized."""
     expected = expected_logits(tmp_path / "q", formats.write_checkpoint(tmp_path / "q", *ALL[name]))
     kinds = {linear.INT4: INT4, linear.INT8: INT8, linear.FLOAT: FLOAT}
 
@@ -125,7 +125,7 @@ def test_logits_are_those_of_the_weights_that_it_stands_for(name: str, tmp_path:
     assert (native - expected).norm() < 0.02 * expected.norm()
 
 
-def test_the_quantization_of_a_text_part_is_shown_and_read(tmp_path: Path) -> None:
+def test_the_quantization_in_text_config_is_detected(tmp_path: Path) -> None:
     config = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     reader = detect(read_fields(tmp_path))
@@ -136,7 +136,7 @@ def test_the_quantization_of_a_text_part_is_shown_and_read(tmp_path: Path) -> No
     assert cached.format == "safetensors, fp8"
 
 
-def test_maps_side_by_side_may_order_their_inputs_differently(tmp_path: Path) -> None:
+def test_joined_layers_can_have_different_input_orders(tmp_path: Path) -> None:
     directory = tmp_path / "q"
     weights = formats.write_checkpoint(directory, *ALL["gptq desc_act"])
     tensors = load_file(directory / "model.safetensors")
@@ -154,7 +154,7 @@ def test_maps_side_by_side_may_order_their_inputs_differently(tmp_path: Path) ->
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_biases_that_the_model_has_are_added_and_zeros_that_it_lacks_left_out(
+def test_biases_are_added_and_zero_biases_of_other_layers_ignored(
     tmp_path: Path,
 ) -> None:
     formats.write_checkpoint(tmp_path / "q", *formats.gptq())
@@ -171,7 +171,7 @@ def test_biases_that_the_model_has_are_added_and_zeros_that_it_lacks_left_out(
     assert_close(found, expected_logits(tmp_path / "b", weights), rtol=1e-4, atol=1e-4)
 
 
-def test_fp8_is_quantized_on_the_way_and_integers_to_no_fewer_bits(tmp_path: Path) -> None:
+def test_fp8_can_be_quantized_at_load_time_and_int8_not_to_int4(tmp_path: Path) -> None:
     formats.write_checkpoint(tmp_path / "i", *ALL["packed of 8 bits"])
     load(tmp_path / "i", scheme=METHODS["int8"])
     with pytest.raises(UnsupportedCheckpoint, match="compressed-tensors of int8; for int4"):
@@ -188,10 +188,10 @@ def test_fp8_is_quantized_on_the_way_and_integers_to_no_fewer_bits(tmp_path: Pat
     ("name", "write", "slack"),
     [
         *((name, formats.write_checkpoint, 0.0) for name in ("gptq", "int8", "fp8 blocks")),
-        ("awq", formats.write_text_checkpoint, 0.05),  # transformers makes the model
+        ("awq", formats.write_text_checkpoint, 0.05),  # transformers creates the model
     ],
 )
-def test_the_memory_that_is_asked_for_is_what_the_weights_take(
+def test_the_checked_memory_is_that_of_the_weights(
     name: str, write: Any, slack: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "q", *ALL[name])
@@ -205,7 +205,7 @@ def test_the_memory_that_is_asked_for_is_what_the_weights_take(
 
 
 def change(directory: Path, tensors: dict[str, Tensor | None]) -> None:
-    """Replace tensors of a checkpoint; None removes."""
+    """Replaces tensors of a checkpoint; None removes a tensor."""
     file = directory / "model.safetensors"
     found = load_file(file) | tensors
     save_file({name: tensor for name, tensor in found.items() if tensor is not None}, file)
@@ -302,7 +302,7 @@ def test_tensors_and_settings_that_do_not_fit_are_named(
     assert not changes or PROJECTION.removesuffix(".") in str(caught.value)
 
 
-#: Each way to keep numbers, in the long form with every size of groups.
+#: One entry per number encoding; the long form has every group size.
 WAYS = (
     "gptq", "gptq desc_act", "awq", "packed groups of 128", "packed asymmetric channels", "gptq of 8 bits",
     "int8", "int8 asymmetric, one scale", "gptq of 8 bits in groups", "fp8 channels", "fp8 blocks",
@@ -326,8 +326,8 @@ def test_numbers_that_are_not_finite_are_refused_by_name(name: str, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("name", few(LIBRARY, LIBRARY[::3]))
-def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> None:
-    """So the writers here write what the format is."""
+def test_the_library_of_the_format_reads_the_same_weights(name: str, tmp_path: Path) -> None:
+    """Verifies that the writers of this file implement the format."""
     pytest.importorskip("compressed_tensors")
     if name == "packed ordered":
         pytest.skip("the library gave the order of inputs up")
@@ -339,16 +339,14 @@ def test_the_library_of_the_format_reads_the_same(name: str, tmp_path: Path) -> 
     )
     with torch.inference_mode():
         found = theirs(input_ids=TOKEN_IDS[None]).logits[0]
-    assert (found - expected).norm() < 0.01 * expected.norm()  # it multiplies in scales' precision
+    assert (found - expected).norm() < 0.01 * expected.norm()  # in the scales' precision
 
 
 @pytest.mark.parametrize(
     ("name", "lowers"),
     [("gptq desc_act", True), ("awq", False), ("packed of 8 bits", True), ("fp8 blocks", False)],
 )
-def test_models_that_transformers_makes_keep_the_integers(
-    name: str, lowers: bool, tmp_path: Path
-) -> None:
+def test_models_of_transformers_keep_the_integers(name: str, lowers: bool, tmp_path: Path) -> None:
     weights = formats.write_text_checkpoint(tmp_path / "q", *ALL[name])
     config = find_family(tmp_path / "q")[1]
     plain = config.model_class(config.full).eval()
@@ -368,7 +366,7 @@ def test_models_that_transformers_makes_keep_the_integers(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_map_is_ever_made_of_full_numbers(
+def test_full_precision_weights_are_never_allocated(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     formats.write_text_checkpoint(tmp_path / "q", *ALL["awq"])
@@ -388,7 +386,7 @@ def test_no_map_is_ever_made_of_full_numbers(
     assert max(sizes) < 0.05
 
 
-def test_maps_that_transformers_joins_are_plain_numbers(
+def test_layers_that_transformers_merges_are_dequantized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = formats.write_text_checkpoint(tmp_path / "q", *ALL["awq"])
@@ -424,8 +422,8 @@ def test_a_lowered_decoder_keeps_the_integers(
         assert [m.method is linear.FLOAT for m in linears(model)] == [name in FLOAT] * 14
 
 
-#: Words written by hand: AutoGPTQ packs eight inputs from the lowest bits on, and stores zeros less one; AutoAWQ packs
-#: eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+#: Words written by hand: AutoGPTQ packs eight inputs starting at the lowest bits and stores zero points minus one;
+#: AutoAWQ packs eight outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
 BY_HAND = [
     ("gptq", {"sym": True}, torch.full((1, 8), 0x76543210), 0x77777777, lambda n, k: k - 8),
     ("gptq", {"sym": False}, torch.full((1, 8), 0x76543210), 0x21076543, lambda n, k: k - ZEROS[n]),
@@ -436,7 +434,7 @@ AWQ_ZEROS = [0, 7, 6, 5, 4, 3, 2, 1]
 
 
 @pytest.mark.parametrize(("method", "config", "words", "zeros", "number"), BY_HAND)
-def test_words_written_by_hand_are_the_numbers_of_the_published_layout(
+def test_words_written_by_hand_have_the_values_of_the_published_layout(
     method: str, config: Any, words: Tensor, zeros: int, number: Any, tmp_path: Path
 ) -> None:
     config = {"quant_method": method, "bits": 4, "group_size": 8, **config}

@@ -6,11 +6,11 @@ from tests.cpu_levels import RUNNABLE, ops_of
 
 @pytest.fixture(params=RUNNABLE, ids=lambda level: level.name)
 def ops(request: pytest.FixtureRequest, mode: CpuKernels) -> Ops:
-    """Of every level that this machine can run."""
+    """The kernels of every level that this machine can run."""
     return ops_of(mode, request.param)
 
 
 @pytest.fixture
 def mode() -> CpuKernels:
-    """Products by integers alone differ in the other one."""
+    """The default mode. In other modes, only integer products differ."""
     return "fast"

@@ -1,4 +1,4 @@
-"""Attention by the C++ kernel equals its plain reference implementation for every mixture of sequences in a step."""
+"""The C++ attention kernel equals its reference implementation for any mixture of sequences in a step."""
 
 from dataclasses import replace
 
@@ -46,15 +46,15 @@ DECODES, MIXED = [(1, 3), (1, 64), (1, 200)], [(1, 90), (1, 2), (70, 0), (40, 55
     ids=str,
 )
 @torch.inference_mode()
-def test_the_kernel_is_the_definition(
+def test_the_kernel_equals_the_definition(
     ops: Ops, shares: list[tuple[int, int]], shape: tuple[int, int], dtype: torch.dtype, window: int
 ):
-    """`window`: 0 without norms either. Other forms are those of the reference."""
+    """`window` 0 also disables norms. The reference computes other forms of attention."""
     heads = make_heads(shape[1], window) if window else PLAIN
     tolerance = 16 * torch.finfo(dtype).eps
     create, inputs = ops["paged_attention"], make_inputs(shares)
     with_torch = replace(ops.site, level=replace(ops.site.level, min_fused_tokens=2))
-    # torch itself fails on a processor with AMX that may use AVX2 alone (ATEN_CPU_CAPABILITY)
+    # torch fails on a processor with AMX that is limited to AVX2 (ATEN_CPU_CAPABILITY)
     is_limited = "amx_bf16" in cpu_flags() and not has_matrix_units()
     for each in (create,) if is_limited else (create, build(with_torch)):
         check(each, inputs, heads, (8, *shape), dtype, tolerance, rotates=True)
@@ -73,8 +73,8 @@ def make_heads(head_dim: int, window: int | None) -> Heads:
 
 @pytest.mark.parametrize("window", [None, 19])
 @torch.inference_mode()
-def test_a_token_has_the_same_result_in_any_chunk_and_company(ops: Ops, window: int | None):
-    """To the last bit: of prompts and streams alike."""
+def test_a_token_has_the_same_result_in_any_chunk_and_batch(ops: Ops, window: int | None):
+    """Results of prompts and streams are equal to the last bit."""
     heads = Heads(window=window)
     text = make_text_config(num_heads=8, num_kv_heads=2, head_dim=16)
     rotary = RotaryTable.create(text, 256, torch.float32, CPU)
@@ -92,6 +92,6 @@ def test_a_token_has_the_same_result_in_any_chunk_and_company(ops: Ops, window: 
     for each in (stream, first, second):
         alone = SequenceRows(0, each.num_new, each.num_computed, each.block_ids)
         assert torch.equal(attend(alone), all_of_them[each.start : each.stop])
-    for start, stop in [(30, 37), (37, 39), (39, 51)]:  # of the second one, again
+    for start, stop in [(30, 37), (37, 39), (39, 51)]:  # the second sequence again
         part = SequenceRows(0, stop - start, start, second.block_ids)
         assert torch.equal(attend(part), all_of_them[34 + start - 30 : 34 + stop - 30])

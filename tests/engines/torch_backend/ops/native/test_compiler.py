@@ -1,4 +1,4 @@
-"""Libraries are compiled once, by whoever comes first, and a machine that cannot is told why."""
+"""Kernel libraries are compiled once, by the first process, and the error names the reason if that is impossible."""
 
 import fcntl
 import platform
@@ -35,7 +35,7 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def num_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How many libraries were compiled, not found."""
+    """Returns a function that counts the compiled libraries, without those found in the cache."""
     links, wrapper = tmp_path / "links", tmp_path / "c++"
     note = f'case "$*" in *-shared*) echo >> {links};; esac'
     wrapper.write_text(f'#!/bin/sh\n{note}\nexec {shutil.which("c++")} "$@"\n')
@@ -45,7 +45,7 @@ def num_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 @needs_compiler
-def test_many_that_start_at_once_compile_once_and_later_ones_wait_for_nobody(
+def test_concurrent_processes_compile_once_and_later_ones_do_not_wait(
     sources: Path, tmp_path: Path, num_compiled: Callable[[], int]
 ):
     def compile_it(_: object = None) -> Path:
@@ -65,10 +65,10 @@ def test_many_that_start_at_once_compile_once_and_later_ones_wait_for_nobody(
 
 
 @needs_compiler
-def test_a_changed_header_and_another_level_make_another_library(
+def test_a_changed_header_or_another_level_needs_another_library(
     sources: Path, tmp_path: Path, num_compiled: Callable[[], int]
 ):
-    """On one machine, or in a cache that unlike machines share."""
+    """On one machine, or in a cache shared by machines with different levels."""
     before, other = (
         compile_library(sources, level, tmp_path / "cache")
         for level in (PLAIN, CpuLevel("other", compiler_flags=()))
@@ -99,7 +99,7 @@ def test_integer_products_compile_for_levels_that_this_machine_cannot_run(
 
 
 @needs_compiler
-def test_a_damaged_library_is_made_anew(
+def test_a_damaged_library_is_compiled_again(
     sources: Path, tmp_path: Path, num_compiled: Callable[[], int]
 ):
     found = compile_library(sources, PLAIN, tmp_path / "cache")
@@ -113,7 +113,7 @@ def test_a_damaged_library_is_made_anew(
 
 
 @needs_compiler
-def test_what_does_not_compile_leaves_nothing_behind(sources: Path, tmp_path: Path):
+def test_a_failed_compilation_leaves_no_files(sources: Path, tmp_path: Path):
     (sources / "answer.cpp").write_text("no C++")
 
     with pytest.raises(CannotCompile, match=r"answer\.cpp"):
@@ -121,7 +121,7 @@ def test_what_does_not_compile_leaves_nothing_behind(sources: Path, tmp_path: Pa
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_machine_without_a_compiler_says_so_and_goes_without_kernels(
+def test_without_a_compiler_the_engine_warns_and_runs_without_kernels(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     cpu_ops.cache_clear()
@@ -136,9 +136,7 @@ def test_a_machine_without_a_compiler_says_so_and_goes_without_kernels(
 
 
 @needs_compiler
-def test_a_cache_that_cannot_be_written_or_that_others_may_write_to_is_named(
-    sources: Path, tmp_path: Path
-):
+def test_the_error_names_a_cache_with_wrong_permissions(sources: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CannotCompile, match="cannot write compiled kernels"):
         compile_library(sources, PLAIN, tmp_path / "file" / "cache")

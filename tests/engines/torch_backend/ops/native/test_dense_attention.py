@@ -1,4 +1,4 @@
-"""Dense attention by the C++ kernel equals torch's, and a query's does not depend on the others."""
+"""The C++ kernel for dense attention equals torch, and the result of a query does not depend on others."""
 
 from itertools import accumulate
 
@@ -23,7 +23,7 @@ def make_heads(
     dtype: torch.dtype = torch.float32,
     size: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """Queries, keys and values side by side in memory."""
+    """Returns queries, keys and values as views of one tensor."""
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lengths), 3, num_heads, head_dim)
     return (size * torch.randn(shape, generator=generator)).to(dtype).unbind(1)
@@ -44,10 +44,10 @@ def squares(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
     ],
     ids=str,
 )
-def test_it_is_torchs(
+def test_the_kernel_equals_torch(
     ops: Ops, heads: tuple[int, int], lengths: tuple[int, ...], dtype: torch.dtype
 ):
-    """Also with scores so far apart that a softmax overflows unless it subtracts the largest."""
+    """Also with scores so far apart that a softmax overflows unless it subtracts the maximum."""
     tolerance = 1e-5 if dtype is torch.float32 else 2**-8
     for size, most in ((1.0, tolerance), (30.0, 10 * tolerance)):
         inputs = make_heads(lengths, *heads, dtype, size)
@@ -59,7 +59,7 @@ def test_it_is_torchs(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [16, 24])
-def test_a_query_has_the_same_result_in_any_part_and_beside_any_sequence(
+def test_a_query_has_the_same_result_in_any_part_and_batch(
     ops: Ops, head_dim: int, dtype: torch.dtype
 ):
     query, key, value = make_heads(TEXTS, 3, head_dim, dtype)
@@ -74,7 +74,7 @@ def test_a_query_has_the_same_result_in_any_part_and_beside_any_sequence(
             assert torch.equal(found, whole[own][start:stop])
 
 
-def test_numbers_that_it_does_not_read_are_torchs(ops: Ops):
+def test_unsupported_dtypes_and_widths_are_computed_by_torch(ops: Ops):
     for head_dim, dtype in ((12, torch.float32), (16, torch.float16)):
         heads = make_heads((3, 4), 2, head_dim, dtype)
         assert not reads(heads[0])

@@ -1,4 +1,4 @@
-"""All layers in one call give what a call for each part gives."""
+"""One call for all layers gives the same results as one call per part."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -36,7 +36,7 @@ def pass_step(
     ops: Ops, decoder: Llama, inputs: StepInputs, x: Tensor, dtype: torch.dtype = torch.float32,
     rows: list[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Behind the same noise of earlier tokens each time."""
+    """Runs a step on a cache that always has the same random context."""
     pool = KVCachePool(CONFIG.text, 128, BLOCK_SIZE, dtype, CPU)
     pool.data.normal_(generator=torch.Generator().manual_seed(1))
     rotation = RotaryTable.create(CONFIG.text, 64, torch.float32, CPU).at(inputs.indices)
@@ -55,10 +55,10 @@ def make_stream(num_tokens: int) -> Tensor:
     ids=str,
 )
 @torch.inference_mode()
-def test_one_call_gives_what_a_call_for_each_part_gives(
+def test_one_call_equals_a_call_for_each_part(
     ops: Ops, shares: list[tuple[int, int]], has_heads: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Bit by bit, by a team of threads too, of which some have nothing to do."""
+    """Bit by bit, also with several threads of which some have no work."""
     heads = make_heads(CONFIG.text.head_dim, 3) if has_heads else None
     decoder, inputs = make_decoder(ops, heads), make_inputs(shares)
     x = make_stream(len(inputs.slots))
@@ -80,7 +80,7 @@ def test_one_call_gives_what_a_call_for_each_part_gives(
 @pytest.mark.parametrize("kernels", ["off", "fast"])
 @pytest.mark.parametrize("num_levels", [0, 1, 2])  # of features; the model has two layers
 @torch.inference_mode()
-def test_chosen_rows_are_those_of_a_whole_step(ops: Ops, kernels: str, num_levels: int):
+def test_selected_rows_equal_those_of_a_complete_step(ops: Ops, kernels: str, num_levels: int):
     ops = cpu_ops(kernels, ops.site.level)
     decoder, inputs = make_decoder(ops), make_inputs(MIXED)
     x = torch.cat([make_stream(len(inputs.slots))] * (1 + num_levels), dim=1)
@@ -99,7 +99,7 @@ def test_an_int8_head_does_not_round_logits(ops: Ops):
 
 
 @torch.inference_mode()
-def test_a_step_in_which_torch_attends_to_prompts_gives_the_same(ops: Ops):
+def test_a_step_with_prompt_attention_by_torch_gives_the_same(ops: Ops):
     level = replace(ops.site.level, min_fused_tokens=2)
     attention = build(replace(ops.site, level=level))
     by_torch = replace(ops, functions={**ops.functions, "paged_attention": attention})

@@ -1,4 +1,4 @@
-"""Products by C++ kernels equal those of their reference implementations, whatever is before and after them."""
+"""The C++ kernels for linear layers equal their reference implementations, with any fused operation."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,7 +63,7 @@ def make_map(
     before: Prologue = Prologue(),
     dtype: torch.dtype = torch.float32,
 ) -> LinearGroup:
-    """The layers side by side, bound."""
+    """Returns a bound group of the layers."""
     group = LinearGroup(*parts, before=before)
     group.bind(ops, dtype)
     return group
@@ -93,7 +93,7 @@ def forbid(*_: object) -> Tensor:
 
 @torch.inference_mode()
 def test_a_kernel_reads_a_product_of_torch(ops: Ops):
-    """Which is in the engine's precision."""
+    """torch's product is in the precision of the engine."""
     ops = with_level(ops, max_float_tokens=4, max_rounded_tokens=4)
     first, second = make_linear("bfloat16", (64, 96)), make_linear("int8", (33, 64))
     widen, narrow = (make_map(ops, [each], dtype=torch.bfloat16) for each in (first, second))
@@ -103,8 +103,8 @@ def test_a_kernel_reads_a_product_of_torch(ops: Ops):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_product_equals_its_reference(ops: Ops, form: str, monkeypatch: pytest.MonkeyPatch):
-    """Also of more tokens than the level leaves to it, and of float weights at any width."""
+def test_a_linear_kernel_equals_its_reference(ops: Ops, form: str, monkeypatch: pytest.MonkeyPatch):
+    """Also with more tokens than the level passes to the kernel, and with float weights of any width."""
     monkeypatch.setattr(ReferenceKernel, "__call__", forbid)
     for shape in SHAPES + ([] if form.startswith("int") else [(19, 7), (19, 100), (19, 3101)]):
         linear = make_linear(form, shape)
@@ -115,8 +115,8 @@ def test_a_product_equals_its_reference(ops: Ops, form: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_products_of_what_is_not_finite_are_not_finite(ops: Ops, form: str):
-    """Those of other tokens are as they were."""
+def test_products_of_infinite_activations_are_not_finite(ops: Ops, form: str):
+    """The results of other tokens are unchanged."""
     linear = make_linear(form, (96, 640))
     fused = make_map(ops, [linear])
     expected = fused(make_numbers(5, 640, seed=1))
@@ -129,8 +129,8 @@ def test_products_of_what_is_not_finite_are_not_finite(ops: Ops, form: str):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_token_is_computed_alike_in_any_company(ops: Ops, form: str):
-    """Bit by bit for integers, whose answers would otherwise depend on who else asks."""
+def test_a_token_has_the_same_product_in_any_batch(ops: Ops, form: str):
+    """Bit by bit for integers, because answers must not depend on other requests in the step."""
     fused = make_map(ops, [make_linear(form, (96, 128))])
     x = make_numbers(11, 128, seed=1)
     alone = torch.cat([fused(row) for row in x.split(1)])
@@ -138,10 +138,10 @@ def test_a_token_is_computed_alike_in_any_company(ops: Ops, form: str):
 
 
 @pytest.mark.parametrize("shape", [(96, 128), (33, 100), (3, 2100)])
-def test_only_an_engine_of_bfloat16_rounds_activations_as_its_weights(
+def test_only_a_bfloat16_engine_rounds_activations(
     ops: Ops, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ):
-    """Widths of no whole vector, and of more than one pass over the inputs; a token alike in any company."""
+    """Widths that are not a multiple of a vector or need several passes; a token has the same result in any batch."""
     linear, rounding = make_linear("bfloat16", shape), with_level(ops, max_rounded_tokens=1 << 30)
     fused = make_map(rounding, [linear], dtype=torch.bfloat16)
     x = make_numbers(5, shape[1], seed=1)
@@ -174,8 +174,8 @@ def test_many_tokens_go_to_torch(ops: Ops, form: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "float16", "int8"])
-def test_results_may_be_larger_than_float16_holds(ops: Ops, form: str):
-    """Whoever computes them, in an engine of float16: weights and activations fit it, their products' sums do not."""
+def test_results_can_exceed_the_range_of_float16(ops: Ops, form: str):
+    """In a float16 engine, weights and activations fit into float16, but sums of their products do not."""
     linear = make_linear(form, (33, 64))
     if not form.startswith("int"):
         linear.bias = nn.Parameter(linear.bias.half(), requires_grad=False)
@@ -190,7 +190,7 @@ def test_results_may_be_larger_than_float16_holds(ops: Ops, form: str):
             assert_near(fused(x), expected, tolerance(form, ops))
 
 
-def test_unlike_parts_are_computed_by_torch(ops: Ops):
+def test_layers_of_different_formats_are_computed_by_torch(ops: Ops):
     parts = [make_linear("int8", (48, 64)), make_linear("float32", (16, 64))]
     x = make_numbers(3, 64, seed=1)
     expected = torch.cat([meant(part, x) for part in parts], dim=1)
@@ -199,7 +199,7 @@ def test_unlike_parts_are_computed_by_torch(ops: Ops):
 
 
 @pytest.mark.parametrize("form", METHODS)
-def test_packing_keeps_what_the_integers_stand_for(form: str):
+def test_packing_keeps_the_dequantized_values(form: str):
     weight = make_numbers(33, 96)
     packed = make_linear(form, (33, 96))
     plain = empty_linear(96, 33)
@@ -211,9 +211,7 @@ def test_packing_keeps_what_the_integers_stand_for(form: str):
     torch.testing.assert_close(found.t(), plain.weight, atol=0.05, rtol=0.01)
 
 
-def test_kernels_that_compute_something_else_are_found_out(
-    ops: Ops, monkeypatch: pytest.MonkeyPatch
-):
+def test_kernels_with_wrong_results_are_not_used(ops: Ops, monkeypatch: pytest.MonkeyPatch):
     chain = ops.registered["decoder_chain"]
     assert not chain.complaint(chain.candidates[0], ops.site)
     library = native.load(ops.site.level)
@@ -225,8 +223,8 @@ def test_kernels_that_compute_something_else_are_found_out(
 
 
 @pytest.mark.parametrize("level", COMPILED, ids=lambda level: level.name)
-def test_all_kernels_are_right_here(level: CpuLevel, mode: CpuKernels):
-    """Skipped for a level that this machine cannot run; no other test mentions it."""
+def test_all_kernels_are_used_on_this_machine(level: CpuLevel, mode: CpuKernels):
+    """Skipped for a level that this machine cannot run; only this test reports such a level."""
     ops = ops_of(mode, level)
 
     assert native.load(level).file.name.startswith(level.name)

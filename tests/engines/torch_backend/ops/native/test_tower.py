@@ -1,4 +1,4 @@
-"""Tower and projector over kernels give what their modules give, at once and in parts, in full and in few bits."""
+"""Vision tower and projector with kernels equal their modules, at once and in parts, in full precision and int8."""
 
 from copy import deepcopy
 
@@ -38,7 +38,7 @@ def encode(model: Llava, ops: Ops, pixels: Tensor) -> Tensor:
 
 
 def plain(model: Llava, pixels: Tensor) -> Tensor:
-    """As the modules compute it."""
+    """Returns the features that the modules compute without kernels."""
     return encode(model, cpu_ops("off"), pixels)
 
 
@@ -49,8 +49,8 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize(("mode", "hidden_act"), [("fast", "quick_gelu"), ("exact", "gelu")])
 @torch.inference_mode()
-def test_features_are_those_of_the_modules_and_eight_bits_cost_little(ops: Ops, hidden_act: str):
-    """Against the float weights, and against what the integers stand for."""
+def test_features_equal_those_of_the_modules_and_int8_is_close(ops: Ops, hidden_act: str):
+    """Compared with the float weights, and with the dequantized ones."""
     model = make_model(hidden_act)
     pixels = make_pixels(model)
     full = plain(model, pixels)
@@ -66,7 +66,7 @@ def test_features_are_those_of_the_modules_and_eight_bits_cost_little(ops: Ops, 
 
 
 @torch.inference_mode()
-def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
+def test_only_linear_layers_of_the_tower_and_the_head_are_packed(ops: Ops):
     model = make_model()
     decoder = {name: value.clone() for name, value in model.language_model.state_dict().items()}
     hidden = torch.randn(3, model.config.text.hidden_size)
@@ -75,7 +75,7 @@ def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
     features = plain(model, pixels)
 
     left = choose(ops.site, {"linear_float", "linear_int8", "linear_int4", "dense_attention"})
-    pack_int8_beside(model, left)  # without a right kernel all stays as it is
+    pack_int8_beside(model, left)  # nothing is packed without a correct kernel
     assert not any(layer.method is PACKED_INT8 for layer in linears_of_tower(model).values())
     assert error(encode(model, left, pixels), features) < 1e-6
 
@@ -94,7 +94,7 @@ def test_only_linear_maps_are_packed_and_of_the_decoder_the_head(ops: Ops):
 
 @pytest.mark.parametrize(("mode", "piece_flops"), [("fast", 1), ("exact", 50_000)])
 @torch.inference_mode()
-def test_in_parts_it_is_the_same(ops: Ops, piece_flops: int, monkeypatch: pytest.MonkeyPatch):
+def test_features_are_equal_in_parts(ops: Ops, piece_flops: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(parts, "PIECE_FLOPS_PER_THREAD", piece_flops)
     monkeypatch.setattr(parts, "PART_S", 0.0)
     model = make_model()
