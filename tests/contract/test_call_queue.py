@@ -1,7 +1,7 @@
-"""What every call queue keeps, whoever implements it: one suite over all of them, through the protocols alone.
+"""The contract of every call queue, tested only through its protocols.
 
-An implementation is a parameter of `opened`, which gives a queue, its workers and its mailboxes. That no order of
-calls and faults breaks the one on Redis is in `tests/shared/queue/test_queue_model.py`.
+An implementation is a parameter of `opened`, which provides a queue, its workers and its mailboxes.
+`tests/shared/queue/test_queue_model.py` tests the Redis queue with any order of calls and faults.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ WITHIN_S = 20.0
 
 @pytest.fixture(scope="module")
 def redis_url(redis_program: Path) -> Iterator[str]:
-    """A server of each program that can be had."""
+    """A server of each installed Redis program."""
     with (
         pytest.MonkeyPatch.context() as patch,
         tempfile.TemporaryDirectory(prefix="vlm-queue-") as folder,
@@ -74,7 +74,7 @@ async def submit(
     timeout_s: float = 60.0,
     **limits: int,
 ) -> Envelope:
-    """Queue calls, one if none is given, with a reservation where there are limits. Returns the first."""
+    """Queues calls, by default one, with a reservation if there are limits. Returns the first one."""
     envelopes = envelopes or (make_envelope(),)
     first, names = envelopes[0], tuple(each.id for each in envelopes)
     counted = (first.model, first.tenant, names, num_tokens, 0, num_tokens)
@@ -109,7 +109,7 @@ async def state(opened: Ends, envelope: Envelope) -> str:
 
 
 async def arrivals(mailbox: Mailbox, count: int) -> list[bytes]:
-    """The next so many entries of a mailbox."""
+    """Returns the next `count` entries of a mailbox."""
     found: list[bytes] = []
     async with asyncio.timeout(WITHIN_S):
         async for model, data in mailbox.events():
@@ -120,10 +120,10 @@ async def arrivals(mailbox: Mailbox, count: int) -> list[bytes]:
     return found
 
 
-# The way of a call
+# Delivery
 
 
-async def test_a_call_travels_as_opaque_bytes_and_its_events_come_back(opened):
+async def test_a_call_is_opaque_bytes_and_its_events_reach_the_gateway(opened):
     envelope = await submit(opened)
     worker = await join(opened, "a")
     claim = await claim_one(worker)
@@ -154,7 +154,7 @@ async def test_running_calls_do_not_fill_the_queue_and_waiting_ones_keep_their_o
     assert [claim.id for claim in claims] == [envelope.id for envelope in later]
 
 
-async def test_workers_that_race_run_every_call_once(opened):
+async def test_concurrent_workers_run_every_call_once(opened):
     calls = [await submit(opened) for _ in range(30)]
     finished: list[str] = []
 
@@ -173,13 +173,13 @@ async def test_a_gap_in_the_tokens_is_refused(opened):
     claim = await claim_one(worker)
     assert await worker.publish([tokens(claim, 1, 3, 1)]) == {claim.id: "gap"}
     assert await worker.publish([end(claim, 1, 3)]) == {claim.id: "gap"}
-    failed = Publication(claim, 1, 3, 0, b'"failed"', "failed")  # ends it wherever its tokens stand
+    failed = Publication(claim, 1, 3, 0, b'"failed"', "failed")  # ends at any token position
     assert await worker.publish([failed]) == {}
 
 
-async def test_the_choices_of_a_request_are_queued_all_or_none(opened):
+async def test_the_choices_of_a_request_are_queued_atomically(opened):
     alone, both = [(make_envelope(), make_envelope()) for _ in range(2)]
-    await submit(opened, *alone, max_waiting=1, max_tokens=1)  # never too much
+    await submit(opened, *alone, max_waiting=1, max_tokens=1)  # a single request is never too large
     assert (await refusal(opened, *both, max_waiting=3)).reason == "queue_full"
     assert (await opened.queue.stats(MODEL)).num_open == 2
     await submit(opened, *both, max_waiting=4)
@@ -192,7 +192,7 @@ async def test_an_unknown_call_has_no_state(opened):
     assert await opened.queue.listen(MODEL, "unknown", GATEWAY) is None
 
 
-async def test_open_calls_are_listed_newest_first_with_who_runs_them(opened):
+async def test_open_calls_are_listed_newest_first_with_their_workers(opened):
     first, ended = await submit(opened), await submit(opened)
     worker = await join(opened, "a")
     claim, other = await worker.read(2, 5.0)
@@ -213,7 +213,7 @@ async def open_ids(opened: Ends, limit: int) -> list[str]:
     return [each.id for each in await opened.queue.open_requests([MODEL], limit)]
 
 
-async def test_a_call_whose_deadline_has_passed_ends_and_is_nobodys(opened):
+async def test_a_call_beyond_its_deadline_fails_and_is_not_claimed(opened):
     envelope = await submit(opened, timeout_s=0.001)
     await asyncio.sleep(0.002)
     worker = await join(opened, "a")
@@ -226,7 +226,7 @@ async def test_a_call_whose_deadline_has_passed_ends_and_is_nobodys(opened):
 # Attempts
 
 
-async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
+async def test_a_later_attempt_gets_the_log_and_fences_the_earlier_one(opened):
     envelope = await submit(opened)
     first, second = await join(opened, "a"), await join(opened, "b")
     claim = await claim_one(first)
@@ -242,13 +242,13 @@ async def test_a_later_attempt_has_the_log_and_fences_the_earlier_one(opened):
     assert await first.release([claim]) == 0
     assert await first.begin(claim) is False
     assert first.num_fenced == 2
-    assert await (await join(opened, "c")).reclaim(1) == []  # the lease is the second's
+    assert await (await join(opened, "c")).reclaim(1) == []  # the second worker has the lease
     assert await second.renew([later]) == {}
     assert await second.publish([end(later, 1, 2)]) == {}
     assert await opened.queue.events(MODEL, envelope.id) == [b'"0+2"', b'"end"']
 
 
-async def test_a_call_that_is_submitted_with_tokens_goes_on_after_them(opened):
+async def test_a_call_submitted_with_tokens_continues_after_them(opened):
     envelope = make_envelope()
     await opened.queue.submit(Submission([envelope], 60.0, 9, earlier=[7, 8, 9]))
     one, other = await join(opened, "one"), await join(opened, "other")
@@ -263,11 +263,11 @@ async def test_a_call_that_is_submitted_with_tokens_goes_on_after_them(opened):
     assert (again.attempt, again.failures, again.log) == (2, 1, (*claim.log, b'"3+1"'))
 
 
-async def test_a_claim_that_the_queue_lost_is_fenced_by_another_of_the_same_number(opened):
+async def test_a_lost_claim_is_fenced_by_a_later_one_with_its_number(opened):
     await submit(opened)
     first, second = await join(opened, "a"), await join(opened, "b")
     claim = await claim_one(first)
-    # Forget the claim, as a failover to a replica that had not received it.
+    # Delete the claim, as after a failover to a replica that had not received it.
     request = opened.keys.request(MODEL, claim.id)
     await opened.redis.hdel(request, "claim", "worker", "begun")
     await opened.redis.hset(request, mapping={"state": "queued", "attempt": "0"})
@@ -282,7 +282,7 @@ async def test_a_claim_that_the_queue_lost_is_fenced_by_another_of_the_same_numb
     assert await second.renew([later]) == {}
 
 
-async def test_a_lease_runs_out_unless_it_is_renewed(opened):
+async def test_a_lease_expires_unless_it_is_renewed(opened):
     lost, kept = make_envelope(), make_envelope()
     await submit(opened, lost, kept)
     first, second = [await join(opened, name, lease_s=2.0) for name in "ab"]
@@ -301,11 +301,11 @@ async def test_a_lease_runs_out_unless_it_is_renewed(opened):
     assert await state(opened, kept) == "running"
 
 
-async def test_one_worker_in_an_interval_looks_for_expired_leases(opened):
+async def test_one_worker_per_interval_scans_for_expired_leases(opened):
     workers = [await join(opened, name) for name in "abc"]
     scans = await asyncio.gather(*(each.take_scan(60.0) for each in workers))
     assert sorted(scans) == [False, False, True]
-    await workers[0].end_scan()  # it found some: the others help
+    await workers[0].end_scan()  # leases had expired, so other workers scan too
     assert await workers[1].take_scan(0.05)
     await until(lambda: workers[2].take_scan(60.0))
 
@@ -328,10 +328,10 @@ async def test_a_call_that_loses_its_workers_is_given_up(opened):
     assert b"request_kills_workers" in (await arrivals(opened.mailbox, 1))[0]
 
 
-# Cancelling
+# Cancellation
 
 
-async def test_a_cancelled_call_is_nobodys(opened):
+async def test_a_cancelled_call_is_not_claimed(opened):
     waiting, running = await submit(opened), await submit(opened)
     worker = await join(opened, "a")
     await opened.queue.cancel(MODEL, [waiting.id])
@@ -357,10 +357,10 @@ async def test_a_cancel_that_races_a_claim_leaves_nothing_that_runs(opened):
     assert (await opened.queue.stats(MODEL)).num_open == 0
 
 
-# Batch work
+# Batch requests
 
 
-async def test_batch_work_takes_what_interactive_work_leaves(opened):
+async def test_batch_calls_get_the_capacity_left_by_interactive_ones(opened):
     worker = await join(opened, "a")
     batch = [await submit(opened, make_envelope(priority=Priority.BATCH)) for _ in range(2)]
     stats = await opened.queue.stats(MODEL)
@@ -368,7 +368,7 @@ async def test_batch_work_takes_what_interactive_work_leaves(opened):
     interactive = await submit(opened)
 
     claims = await worker.read(8, 5.0)
-    while not claims:  # woken by the batch work
+    while not claims:  # woken by the batch request
         claims = await worker.read(8, 5.0)
     assert [claim.id for claim in claims] == [interactive.id]
     assert worker.num_backlog > 0
@@ -380,7 +380,7 @@ async def test_batch_work_takes_what_interactive_work_leaves(opened):
     assert worker.num_backlog == 0
 
 
-async def test_a_worker_that_waits_is_woken_by_batch_work(opened):
+async def test_a_waiting_worker_is_woken_by_a_batch_call(opened):
     worker = await join(opened, "a")
     reading = asyncio.create_task(worker.read(1, WITHIN_S))
     await submit(opened, make_envelope(priority=Priority.BATCH))
@@ -389,17 +389,17 @@ async def test_a_worker_that_waits_is_woken_by_batch_work(opened):
     assert len(await worker.take(1)) == 1
 
 
-async def test_batch_work_has_a_bound_of_its_own(opened):
+async def test_batch_calls_have_a_separate_limit(opened):
     await submit(opened, make_envelope(priority=Priority.BATCH), max_waiting=1)
     full = await refusal(opened, make_envelope(priority=Priority.BATCH), max_waiting=1)
     assert full.reason == "queue_full"
     await opened.queue.cancel(MODEL, [(await submit(opened, max_waiting=2)).id])
 
 
-# Quotas
+# Limits
 
 
-async def test_scarce_tokens_are_shared(opened):
+async def test_scarce_tokens_are_divided_fairly(opened):
     async def ask(tenant: str, num_tokens: int) -> None:
         await submit(opened, make_envelope(tenant=tenant), num_tokens=num_tokens, max_tokens=100)
 
@@ -418,10 +418,10 @@ async def test_without_limits_nothing_is_counted(opened):
     assert (await refusal(opened, max_tokens=10)).reason == "open_tokens"
 
 
-# Resumed calls
+# Resumed requests
 
 
-async def test_a_record_is_kept_for_the_first_who_says_it(opened):
+async def test_the_first_writer_of_a_record_wins(opened):
     assert await opened.records.recall("r") is None
     assert await opened.records.remember("r", b"first \xff", 60.0) is True
     assert await opened.records.remember("r", b"second", 60.0) is False
@@ -430,7 +430,7 @@ async def test_a_record_is_kept_for_the_first_who_says_it(opened):
     assert await opened.records.recall("r") is None
 
 
-async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
+async def test_later_events_reach_new_and_earlier_listeners(opened):
     envelope = await submit(opened)
     worker = await join(opened, "a")
     claim = await claim_one(worker)
@@ -442,7 +442,7 @@ async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
         found = await opened.queue.listen(MODEL, envelope.id, "gateway-2")
         assert found is not None
         assert (found.state, found.num_output_tokens) == ("running", 1)
-        await opened.queue.listen(MODEL, envelope.id, GATEWAY)  # hears it anyway
+        await opened.queue.listen(MODEL, envelope.id, GATEWAY)  # repeated without effect
     await worker.publish([tokens(claim, 2, 1, 1)])
     await worker.publish([end(claim, 3, 2)])
 
@@ -452,7 +452,7 @@ async def test_who_listens_gets_what_follows_and_so_does_the_first(opened):
     assert await arrivals(opened.mailbox, 3) == [b'["0+1"]', b'["1+1"]', b'["end"]']
 
 
-async def test_only_what_has_failed_is_forgotten_and_its_id_is_free(opened):
+async def test_only_failed_calls_are_forgotten_and_free_their_id(opened):
     failed, finished, queued = [await submit(opened) for _ in range(3)]
     worker = await join(opened, "a")
     claims = await worker.read(2, 0.1)

@@ -1,8 +1,7 @@
-"""What every engine promises that says things a step at a time: to the thread that drives it, and behind a worker,
-Redis and the HTTP gateway.
+"""The contract of engines that generate: driven directly by their thread, and behind a worker, Redis and the gateway.
 
-An engine joins by its name in the registry and a line in `SETTINGS`; one that gives numbers in those of
-`test_pooling_engine.py`. What is asked of it follows from its capabilities.
+An engine joins by its name in the registry and a line in `SETTINGS`; pooling engines join in `test_pooling_engine.py`.
+The capabilities of an engine decide which tests apply.
 """
 
 import asyncio
@@ -63,11 +62,11 @@ from tests.factories_worker import Answers, StoppableEngine, run_worker, text
 from tests.waiting import until
 from tests.worker.conftest import answers as answers
 
-#: Engines whose server is a stand-in.
+#: Engines whose server is simulated.
 STAND_INS = ("vllm", "sglang", "openai")
-#: vLLM and SGLang themselves, on a CPU.
+#: Real vLLM and SGLang servers on a CPU.
 VLLM_CPU, SGLANG_CPU = "vllm-cpu", "sglang-cpu"
-#: Servers whose sampling noise is not a function of the position. vLLM's is on GPUs, by its model runner V2.
+#: Servers whose sampling noise does not depend on the position. vLLM's does on GPUs, with model runner V2.
 RESTARTS_NOISE = ("llama-server", VLLM_CPU, SGLANG_CPU)
 SETTINGS: dict[str, dict[str, Any]] = {
     "mock": {"mock": make_mock(num_output_tokens=12).model_dump()},
@@ -103,12 +102,12 @@ def application(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[StandIn]:
-    """A server that speaks the APIs of vLLM and SGLang."""
+    """A simulated server with the APIs of vLLM and SGLang."""
     with run_stand_in() as server:
         yield server
 
 
-#: Servers that are no stand-ins: their model, what writes it, and what runs it.
+#: Real servers: their model, the function that writes it, and the function that runs them.
 REAL: dict[str, tuple[str, Callable[..., Path], Callable[..., Any]]] = {
     "llama-server": ("tiny.gguf", write_model, run_llama_server),
     VLLM_CPU: ("tiny", vllm.write_model, vllm.run_vllm),
@@ -118,7 +117,7 @@ REAL: dict[str, tuple[str, Callable[..., Path], Callable[..., Any]]] = {
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[str, Path]]]:
-    """Address and model of a real server, which is started at its first use."""
+    """Returns a function that starts a real server once, and returns its URL and model."""
     with ExitStack() as stack:
 
         @cache
@@ -132,26 +131,26 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], t
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The toy is an engine that the project does not know."""
+    """Registers the toy as an engine that the project does not know."""
     monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
     register("toy", TOY)
 
 
 @dataclass
 class Case:
-    """One engine of those that run here."""
+    """One of the engines that run here."""
 
     name: str
     models: Mapping[str, Path]
-    url: str = ""  #: of the server of an upstream engine
+    url: str = ""  #: the server of an upstream engine
     stand_in: StandIn | None = None
     loaded: list[LoadedEngine] = field(default_factory=list)
-    shared: dict[str, LoadedEngine] = field(default_factory=dict)  #: of all tests, by name
+    shared: dict[str, LoadedEngine] = field(default_factory=dict)  #: used by all tests, by name
 
     @property
     def started(self) -> LoadedEngine:
-        """One for all tests that leave no request in it."""
-        if self.name in self.shared and self.shared[self.name].engine.has_work():  # one failed
+        """The engine shared by all tests that leave no request in it."""
+        if self.name in self.shared and self.shared[self.name].engine.has_work():  # a test failed
             self.shared.pop(self.name).engine.close()
         if self.name not in self.shared:
             self.shared[self.name] = self.create()
@@ -169,9 +168,9 @@ class Case:
 
     @contextmanager
     def held(self, engine: StoppableEngine) -> Iterator[None]:
-        """Hold back all but the first tokens of an answer."""
+        """Holds back all but the first tokens of an answer."""
         engine.steps_left = 1 if self.stand_in is None else None
-        if self.stand_in is not None:  # a step may have all of its tokens, or none
+        if self.stand_in is not None:  # a step can return all tokens of such a server, or none
             self.stand_in.released.clear()
             self.stand_in.hold_after = 1
         try:
@@ -207,7 +206,7 @@ class Case:
         return KNOWN[self.name]
 
     def task(self, prompt: str = QUESTION, **sampling: Any) -> Task:
-        """One that the engine takes, of several steps; `sampling` is for those that sample."""
+        """Returns a task of several steps that the engine supports; `sampling` applies to engines that sample."""
         if "generate" in self.capabilities.tasks:
             return make_call(prompt=prompt, **sampling).task
         return Run(Raw(json.dumps({"words": prompt.split()})), is_streamed=True)
@@ -219,7 +218,7 @@ class Case:
         return make_request(task=self.task())
 
     async def ask(self, gateway: RunningGateway) -> httpx.Response:
-        """That task over HTTP."""
+        """Sends the task over HTTP."""
         task = self.task()
         if isinstance(task, Run):
             body = b'{"input":%s}' % bytes(task.input)
@@ -229,7 +228,7 @@ class Case:
         return await gateway.chat(ask())
 
 
-#: Of the engines above, once each was asked.
+#: Capabilities of the engines above, cached.
 KNOWN: dict[str, Capabilities] = {}
 
 
@@ -270,7 +269,7 @@ def generating(case: Case) -> Case:
 
 @asynccontextmanager
 async def served(case: Case, ends: Ends, redis_server: str, load: Any = None):
-    """The gateway in front of a worker with that engine."""
+    """Runs a gateway and a worker with the engine."""
     async with (
         run_worker(ends, load=load or case.load) as worker,
         run_gateway_on_socket(make_settings(redis_server, ends.prefix)) as gateway,
@@ -278,11 +277,11 @@ async def served(case: Case, ends: Ends, redis_server: str, load: Any = None):
         yield gateway, worker
 
 
-def test_every_engine_keeps_this_contract():
+def test_every_engine_is_in_this_suite():
     assert set(engine_kinds()) == {*SETTINGS, *POOLING_SETTINGS} - {VLLM_CPU, SGLANG_CPU}
 
 
-# Driven directly
+# Direct calls
 
 
 def make_call(
@@ -294,7 +293,7 @@ def make_call(
 
 
 def add(engine: Engine, call: EngineCall, *seeds: int) -> None:
-    """Prepare and add a call with images."""
+    """Prepares and adds a call with images."""
     images = []
     for seed in seeds:
         data = encoded(seed, size=(64 + seed, 48))
@@ -305,7 +304,7 @@ def add(engine: Engine, call: EngineCall, *seeds: int) -> None:
 
 
 def skip_if_refused(engine: Engine, call: EngineCall) -> None:
-    """Skip a law about a parameter that the engine refuses by name."""
+    """Skips a test of a parameter that the engine refuses by name."""
     try:
         engine.prepare(call, [])
     except RequestError as error:
@@ -315,7 +314,7 @@ def skip_if_refused(engine: Engine, call: EngineCall) -> None:
 
 
 def run(engine: Engine, *request_ids: str) -> dict[str, Transcript]:
-    """Step until nothing is left."""
+    """Steps until no request is left; returns the transcripts."""
     said = {request_id: Transcript() for request_id in request_ids}
     for _ in range(1000):
         if not engine.has_work():
@@ -343,7 +342,7 @@ def test_capabilities_do_not_change(case: Case):
     assert loaded.engine.capabilities() == before
 
 
-def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Case):
+def test_an_answer_is_complete_and_its_usage_is_right(generating: Case):
     said = answer(generating.engine, make_call(max_tokens=5))
     assert said.text
     assert said.next_index == 5
@@ -356,7 +355,7 @@ def test_an_answer_is_complete_and_what_it_counts_is_what_it_said(generating: Ca
     assert said.last.timings.decode_s >= 0
 
 
-def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case):
+def test_the_tokenized_prompt_gives_the_same_answer(generating: Case):
     engine = generating.with_tokenizer()
     call = make_call(max_tokens=6)
     made = engine.tokenize(Tokenize(call.task, with_strings=True), [])
@@ -370,7 +369,7 @@ def test_a_prompt_of_the_ids_that_are_told_has_the_same_answer(generating: Case)
     assert again.text == said.text
 
 
-def test_a_text_is_itself_again(generating: Case):
+def test_detokenizing_inverts_tokenizing(generating: Case):
     engine = generating.with_tokenizer()
     of = Generate((), SamplingParams(), prompt=TextPart(QUESTION), add_special_tokens=False)
     made = engine.tokenize(Tokenize(of), [])
@@ -386,7 +385,7 @@ def test_a_text_is_itself_again(generating: Case):
         engine.prepare(EngineCall("x", structs.replace(of, prompt=TokensPart((10**6,)))), [])
 
 
-def test_answers_in_company_equal_answers_alone(case: Case):
+def test_answers_in_a_batch_equal_answers_alone(case: Case):
     engine, fresh = case.engine, case.start()
     calls = [case.call(f"r{n}", prompt=f"{QUESTION} {n} times", max_tokens=4 + n) for n in range(4)]
     for call in calls:
@@ -405,7 +404,7 @@ def test_one_seed_gives_one_answer(generating: Case):
     assert answer(generating.engine, sampled).text == answer(generating.start(), sampled).text
 
 
-def test_images_count(generating: Case):
+def test_images_add_prompt_tokens_and_change_the_answer(generating: Case):
     if not generating.started.card.supports_images:
         pytest.skip("it takes no images")
     engine = generating.engine
@@ -477,9 +476,7 @@ def test_logprobs_come_for_each_token(generating: Case):
 
 
 @pytest.mark.parametrize("num_asked", [0, 2])
-def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
-    generating: Case, num_asked: int
-):
+def test_prompt_logprobs_equal_those_of_the_generated_tokens(generating: Case, num_asked: int):
     engine = generating.with_tokenizer()
     prompt = (40, 41, 42)
     wish = SamplingParams(temperature=0.0, max_tokens=6, num_logprobs=1, ignore_eos=True)
@@ -507,7 +504,7 @@ def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
     one = replace(call, request_id="one", task=replace(call.task, prompt=TokensPart(prompt[:1])))
     [first] = answer(engine, one).prompt_logprobs
     assert (first.token_id, first.rank) == (prompt[0], 0)
-    if num_asked and generating.kind == "torch":  # the mock's answers depend on the whole prompt
+    if num_asked and generating.kind == "torch":  # answers of the mock depend on the whole prompt
         assert scored.token_ids[0] == said.token_ids[5]
 
 
@@ -518,7 +515,7 @@ def test_a_prompt_has_the_logprobs_that_its_tokens_had_when_they_were_said(
         pytest.param(make_call("bad", logit_bias={10**6: 1.0}), id="no such token"),
     ],
 )
-def test_a_bad_request_is_refused_and_nothing_else_is_harmed(generating: Case, bad: EngineCall):
+def test_a_bad_request_is_refused_without_effect_on_others(generating: Case, bad: EngineCall):
     engine = generating.engine
     if generating.kind == "openai" and not bad.task.sampling.logit_bias:
         pytest.skip("its server counts the tokens of a prompt")
@@ -538,7 +535,7 @@ def test_an_id_is_used_once_at_a_time(case: Case):
     assert answer(engine, case.call()).next_index > 0
 
 
-def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case):
+def test_a_continued_answer_equals_the_uninterrupted_one(generating: Case):
     engine = generating.engine
     num_images = int(generating.started.card.supports_images)
     temperature = 0.0 if generating.name in RESTARTS_NOISE else 0.7
@@ -556,7 +553,7 @@ def test_who_can_continue_continues_as_if_nothing_had_happened(generating: Case)
 
 
 def test_every_step_counts(case: Case):
-    """The worker takes an engine whose count stands still for one that hangs."""
+    """The worker's watchdog considers an engine hung if this count does not change."""
     engine = case.engine
     add(engine, case.call())
     assert engine.stats().num_running + engine.stats().num_waiting == 1
@@ -583,7 +580,7 @@ def ask(question: str = QUESTION, **changes: Any) -> dict[str, Any]:
     return make_body(question, **{"temperature": 0, "max_tokens": 6, **changes})
 
 
-async def test_an_answer_over_http_is_the_engines_own(generating: Case, ends: Ends, redis_server):
+async def test_an_answer_over_http_equals_the_engines(generating: Case, ends: Ends, redis_server):
     expected = answer(generating.engine, make_call())
     async with served(generating, ends, redis_server) as (gateway, _):
         response = await gateway.chat(ask())
@@ -615,7 +612,7 @@ async def test_a_schema_of_the_most_properties_is_kept_or_refused(
     async with served(generating, ends, redis_server) as (gateway, _):
         for seed in range(3):
             response = await gateway.chat(ask(response_format=form, temperature=1, seed=seed))
-            # the grammar of the small vocabulary of llama-server's model may stay below the limit
+            # llama-server's model has a small vocabulary, so its grammar can be below the limit
             assert response.status_code == status or generating.name == "llama-server", (
                 response.text
             )
@@ -628,7 +625,7 @@ async def test_a_schema_of_the_most_properties_is_kept_or_refused(
 async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
     generating: Case, ends: Ends, redis_server
 ):
-    """Also one that holds the end of a turn, as chat prompts do."""
+    """The prompt can contain end-of-turn tokens, as chat prompts do."""
     loaded = generating.load()
     if "tokenize" not in loaded.card.tasks:
         pytest.skip("it has no tokenizer")
@@ -681,10 +678,10 @@ async def test_a_deadline_ends_the_request_in_the_engine_too(
     assert isinstance(again, Finished)
 
 
-async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
+async def test_after_the_loss_of_its_worker_an_answer_continues_or_fails(
     generating: Case, ends: Ends, answers: Answers
 ):
-    """Never is a part of it told twice."""
+    """No part of the answer is returned twice."""
     async with run_worker(ends, "first", load=generating.load) as first:
         with generating.held(first.engine):
             request = await ends.enqueue(make_request(QUESTION))
@@ -701,7 +698,7 @@ async def test_when_its_worker_is_lost_an_answer_is_continued_or_fails_clearly(
         assert events[-1].code is ErrorCode.WORKER_LOST
 
 
-async def test_an_answer_of_which_nothing_was_told_is_started_again(
+async def test_an_answer_without_published_tokens_is_started_again(
     case: Case, ends: Ends, answers: Answers
 ):
     request = await ends.enqueue(case.request())

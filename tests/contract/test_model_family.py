@@ -1,6 +1,6 @@
-"""What every family of models promises: the tokens of transformers however they are computed, or a refusal by name.
+"""The contract of model families: the tokens of transformers by every way to compute them, or a refusal by name.
 
-Each runs from a tiny random checkpoint through the loader. A family of one's own joins by a `FamilyCase`.
+Each family is loaded from a tiny random checkpoint. A new family joins by a `FamilyCase`.
 """
 
 import io
@@ -40,7 +40,7 @@ from tests.engines.torch_backend.ways import Way
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 10
-#: What is asked: texts, and images as (width, height, seed).
+#: The questions: texts, and images as (width, height, seed).
 QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
     "text": ["Say a word."],
     "small": [(28, 28, 1), "What is it?"],
@@ -54,14 +54,14 @@ QUESTIONS: dict[str, list[str | tuple[int, int, int]]] = {
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """A family, how to make a checkpoint of it, and what transformers makes of the same files."""
+    """A family, how to write a checkpoint of it, and how transformers loads the same files."""
 
     family: ModelFamily
     write: Callable[[Path], object]
     load_reference: Callable[[Path], Any]
-    refusals: Sequence[tuple[dict[str, Any], str]]  #: changes of `config.json`, and what is named
-    needed: str = "language_model.model.norm.weight"  #: a weight that may not be missing
-    unread: str = "vision_tower.vision_model.post_layernorm.weight"  #: one that is of no use
+    refusals: Sequence[tuple[dict[str, Any], str]]  #: changes to `config.json`, and the error
+    needed: str = "language_model.model.norm.weight"  #: a required weight
+    unread: str = "vision_tower.vision_model.post_layernorm.weight"  #: an ignored weight
     takes_images: bool = True
     stacked: Callable[[list[torch.Tensor]], torch.Tensor] = field(default=torch.stack)
 
@@ -70,7 +70,7 @@ class FamilyCase:
 
 
 def write_tiled(directory: Path) -> None:
-    """LLaVA's tiny checkpoint under another name, with two more control tokens."""
+    """Writes LLaVA's tiny checkpoint under another architecture, with two more control tokens."""
     make_checkpoint("tiny", directory, seed=5)
     config = json.loads((directory / "config.json").read_text())
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
@@ -122,7 +122,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Loaded:
-    """A checkpoint, loaded as a worker loads it."""
+    """A checkpoint, loaded as by a worker."""
 
     case: FamilyCase
     directory: Path
@@ -157,7 +157,7 @@ def make_image(width: int, height: int, seed: int) -> bytes:
 
 
 def ask(processor: ChatProcessor, question: list[str | tuple[int, int, int]]) -> Prompt:
-    """The prompt of a question, made as a worker makes it."""
+    """Returns the prompt of a question, built as by a worker."""
     sizes = [part for part in question if not isinstance(part, str)]
     numbers = iter(range(len(sizes)))
     parts = [
@@ -171,7 +171,7 @@ def ask(processor: ChatProcessor, question: list[str | tuple[int, int, int]]) ->
 
 @torch.inference_mode()
 def generate(case: FamilyCase, model: Any, prompt: Prompt) -> list[int]:
-    """Greedy tokens of transformers, without a KV cache."""
+    """Returns greedy tokens of transformers, computed without a KV cache."""
     token_ids = list(prompt.token_ids)
     positions = list(prompt.positions[0] if prompt.positions else range(len(token_ids)))
     pixels = [torch.as_tensor(image.pixels) for image in prompt.images]
@@ -217,12 +217,12 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Loaded(case, directory, model, processor, prompts, expected)
 
 
-@pytest.mark.parametrize("way", ways.ROOMY_WAYS)  # the others are for `test_equivalence`
+@pytest.mark.parametrize("way", ways.ROOMY_WAYS)  # `test_equivalence` runs the other ways
 def test_tokens_are_those_of_transformers_by_every_way(loaded: Loaded, way: Way) -> None:
     assert way(loaded.start, loaded.requests()) == loaded.expected
 
 
-def test_a_runs_slots_are_as_many_as_its_image_has_features(loaded: Loaded) -> None:
+def test_an_image_has_as_many_slots_as_features(loaded: Loaded) -> None:
     slot_id = loaded.case.family.processor(loaded.directory, loaded.model.config).slot_id
     for prompt in loaded.prompts.values():
         filled = []
@@ -234,8 +234,8 @@ def test_a_runs_slots_are_as_many_as_its_image_has_features(loaded: Loaded) -> N
         assert all(len(row) == len(prompt.token_ids) for row in prompt.positions)
 
 
-def test_a_user_cannot_spell_an_image(loaded: Loaded) -> None:
-    """Whatever control tokens an image's run has, typed they are text."""
+def test_a_user_cannot_type_an_image(loaded: Loaded) -> None:
+    """Control tokens of an image that a user types are text."""
     if not loaded.case.takes_images:
         return
     [image] = loaded.prompts["small"].images
@@ -248,7 +248,7 @@ def test_a_user_cannot_spell_an_image(loaded: Loaded) -> None:
 
 
 @pytest.mark.parametrize("scheme", METHODS)
-def test_the_decoder_takes_few_bits_if_asked(loaded: Loaded, scheme: str) -> None:
+def test_the_decoder_can_be_quantized(loaded: Loaded, scheme: str) -> None:
     family, config = found(loaded.case, loaded.directory)
     model = load_model(loaded.directory, family, config, CPU, torch.float32, METHODS[scheme])
 
@@ -274,7 +274,7 @@ def test_refusals_name_the_field(loaded: Loaded, tmp_path: Path) -> None:
 def change_weights(
     loaded: Loaded, directory: Path, change: Callable[[dict[str, torch.Tensor]], object]
 ) -> Path:
-    """A copy of the checkpoint with other weights."""
+    """Copies the checkpoint with other weights; returns its directory."""
     weights: dict[str, torch.Tensor] = {}
     for file in loaded.directory.iterdir():
         if file.suffix == ".safetensors":
@@ -294,12 +294,12 @@ def test_a_weight_that_is_missing_or_unknown_is_named(loaded: Loaded, tmp_path: 
     change_weights(loaded, tmp_path, lambda weights: weights.update(extra))
     with pytest.raises(UnsupportedCheckpoint, match=r"has unknown weights: .*surprise\.weight"):
         load(case, tmp_path)
-    unread = {case.unread: torch.zeros(32)}  # known to be of no use
+    unread = {case.unread: torch.zeros(32)}  # known to be unused
     change_weights(loaded, tmp_path, lambda weights: weights.update(unread))
     load(case, tmp_path)
 
 
-def test_a_family_that_nobody_registered_is_refused_by_its_architecture(tmp_path: Path) -> None:
+def test_an_unregistered_family_is_refused_by_its_architecture(tmp_path: Path) -> None:
     content = {"architectures": [tiled.ARCHITECTURE], "model_type": "llava"}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(UnsupportedCheckpoint, match=tiled.ARCHITECTURE):

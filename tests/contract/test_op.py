@@ -1,4 +1,4 @@
-"""What every operator promises: a candidate gives what the reference gives, or it is not used, and the log says why."""
+"""The contract of operators: a candidate equals the reference, or it is not used and the log names the reason."""
 
 import logging
 from collections.abc import Callable
@@ -31,12 +31,12 @@ from tests.triton_device import DEVICE
 OPS = [*discover(), toy.make(adding=toy.by_adding)]
 PAIRS = [(op, candidate) for op in OPS for candidate in op.candidates]
 CPU = torch.device("cpu")
-#: Heads and widths, none of which is the examples' own.
+#: Numbers of heads and widths that differ from those of the examples.
 SHAPES = [(4, 4, 8, 64, 96), (6, 2, 24, 32, 160), (2, 1, 16, 96, 33)]
 
 
 def make_sites(shape: tuple[int, ...], seed: int) -> list[Site]:
-    """All that this machine can be: each level of its CPU, its GPU or what stands for one."""
+    """Returns all sites of this machine: each CPU level, and its GPU or the stand-in for one."""
     heads, kv_heads, head_dim, hidden, inner = shape
     text = replace(
         EXAMPLE_TEXT, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
@@ -60,7 +60,7 @@ def make_sites(shape: tuple[int, ...], seed: int) -> list[Site]:
 )
 @pytest.mark.parametrize(("op", "candidate"), PAIRS, ids=lambda each: each.name)
 @torch.inference_mode()
-def test_a_candidate_gives_what_the_reference_gives(
+def test_a_candidate_equals_the_reference(
     op: Op, candidate: Candidate, shape: tuple[int, ...], seed: int
 ):
     sites = [site for site in make_sites(shape, seed) if not candidate.lacks(site)]
@@ -71,8 +71,8 @@ def test_a_candidate_gives_what_the_reference_gives(
 
 
 @pytest.mark.parametrize(("op", "candidate"), PAIRS, ids=lambda each: each.name)
-def test_a_candidate_that_cannot_serve_says_why(op: Op, candidate: Candidate):
-    """On a machine that has nothing, unless it needs nothing."""
+def test_an_unsupported_candidate_names_the_reason(op: Op, candidate: Candidate):
+    """A bare machine lacks the requirements of the candidate, if it has any."""
     bare = Site(CPU, level=LEVELS[-1])
     assert candidate.lacks(bare) or not candidate.lacks(replace(bare, joins=True))
     assert op.complaint(candidate, bare) == candidate.lacks(bare)
@@ -92,7 +92,7 @@ def fail(x: Tensor) -> Tensor:
     ],
     ids=["wrong", "not a number", "fails", "missing"],
 )
-def test_a_wrong_or_missing_candidate_is_refused_and_the_next_one_serves(
+def test_a_wrong_or_missing_candidate_is_replaced_by_the_next_one(
     wrong: Callable[[Tensor], Tensor] | str, words: str, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO):
@@ -110,7 +110,7 @@ def test_a_wrong_or_missing_candidate_is_refused_and_the_next_one_serves(
 @pytest.mark.parametrize(
     ("disabled", "left"), [("double", REFERENCE), ("double.first", "second"), ("first", "second")]
 )
-def test_what_is_switched_off_is_not_even_tried(
+def test_disabled_candidates_are_not_tried(
     disabled: str, left: str, caplog: pytest.LogCaptureFixture
 ):
     calls = []
@@ -127,17 +127,17 @@ def test_what_is_switched_off_is_not_even_tried(
     assert "double.first: switched off" in caplog.text or "double.first, " in caplog.text
 
 
-def test_the_settings_switch_off_by_the_names_of_the_log():
+def test_candidates_are_disabled_by_their_names_in_the_log():
     given = {"disabled_ops": "gate, linear_int8.triton, triton, cuda_graph"}
     disabled = TorchSettings.read("torch", given).disabled_ops
     assert disabled == ("gate", "linear_int8.triton", "triton", "cuda_graph")
     check_disabled(disabled)
 
 
-def test_a_name_that_nothing_has_is_refused_with_those_that_there_are():
+def test_the_error_of_an_unknown_name_lists_the_known_ones():
     with pytest.raises(EngineStartError, match=r"no operator 'matmul'; .*linear_int8\.triton"):
         check_disabled(["matmul"])
 
 
-def test_without_its_kernels_a_cpu_has_references():
+def test_without_kernels_a_cpu_uses_the_references():
     assert not cpu_ops("fast", disabled=frozenset(["cpu"])).is_native

@@ -1,4 +1,4 @@
-"""What every engine that gives vectors or scores promises to the thread that drives it.
+"""The contract of engines for vectors and scores, towards the thread that drives them.
 
 An engine joins by its name in the registry and a line in `SETTINGS`.
 """
@@ -41,14 +41,14 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stand_in() -> Iterator[StandIn]:
-    """A server of the embeddings API."""
+    """A simulated server with the embeddings API."""
     with run_stand_in() as server:
         yield server
 
 
 @pytest.fixture(params=SETTINGS)
 def engine(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Engine]:
-    """With steps of a few tokens, each computed anew."""
+    """An engine with small steps and without a result cache."""
     values = {"kind": request.param, "max_batch_tokens": 12, **SETTINGS[request.param]}
     values["result_cache_bytes"] = 0
     if request.param != "mock_pooling":
@@ -70,7 +70,7 @@ def add(
 
 
 def finish(engine: Engine) -> dict[str, EngineOutput]:
-    """The last output of each call; there is no other."""
+    """Returns the only output of each call."""
     outputs: dict[str, EngineOutput] = {}
     while engine.has_work():
         for output in engine.step():
@@ -98,7 +98,7 @@ def test_a_call_ends_once_with_a_unit_vector_for_each_input(engine: Engine):
     assert output.timings.prefill_s > 0
 
 
-def test_vectors_in_company_equal_vectors_alone(engine: Engine):
+def test_vectors_in_a_batch_equal_vectors_alone(engine: Engine):
     for name, text in enumerate(TEXTS):
         add(engine, str(name), text, *TEXTS[:name])
     together = finish(engine)
@@ -108,7 +108,7 @@ def test_vectors_in_company_equal_vectors_alone(engine: Engine):
         assert vectors(together[str(name)])[0] == pytest.approx(alone, abs=1e-6)
 
 
-def test_the_ids_that_are_told_are_those_that_are_computed(engine: Engine):
+def test_tokenized_ids_are_those_that_are_embedded(engine: Engine):
     of = Generate((), SamplingParams(), prompt=TextPart(TEXTS[0]))
     made = engine.tokenize(Tokenize(of, with_strings=True), [])
     assert len(made.token_ids) == len(made.strings) >= 2
@@ -132,7 +132,7 @@ def test_abort_is_silent_and_idempotent(engine: Engine):
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 
 
-def test_what_does_not_fit_is_refused_by_its_place(engine: Engine):
+def test_an_input_that_is_too_long_is_refused_by_its_place(engine: Engine):
     with pytest.raises(PromptTooLong) as refused:
         add(engine, "long", "w1", "w2 " * 600)
     assert refused.value.param == "input.[1]"
@@ -149,7 +149,7 @@ def test_an_id_is_used_once_at_a_time(engine: Engine):
         add(engine, "r", "w1")
 
 
-def test_interactive_calls_go_before_batch_work(engine: Engine):
+def test_interactive_calls_precede_batch_calls(engine: Engine):
     add(engine, "later", "w1 w2 w3 w4 w5 w6 w7 w8 w9", priority=Priority.BATCH)
     add(engine, "now", "w1")
     assert [output.request_id for output in engine.step()] == ["now"]

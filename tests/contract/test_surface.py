@@ -1,6 +1,4 @@
-"""What every API of the gateway does alike, whatever its words: each registered surface, and a toy
-of one file.
-"""
+"""The contract of every API of the gateway: each registered surface, and a toy surface of one file."""
 
 import asyncio
 import json
@@ -52,16 +50,16 @@ AUDIO = "data:audio/wav;base64,UklGRiQAAABXQVZFZm10IA=="
 
 @dataclass(frozen=True)
 class Calling:
-    """How functions are offered and called in the words of one surface.
+    """How tools are offered and called in one API.
 
-    `calls_of`: ids, names and arguments of calls in the bodies or events of one answer.
+    `calls_of` returns IDs, names and arguments of the calls in the bodies or events of one answer.
     """
 
     tools: Json
     must: Json
     one: Json
     calls_of: Callable[[list[Json]], list[tuple[str, str, Json]]]
-    #: The fields of a request behind a call with this id, whose result is a text and an image.
+    #: Request fields that follow a call with this ID; its result is a text and an image.
     after: Callable[[str], Json]
     reason: tuple[str, str]
 
@@ -72,21 +70,21 @@ def openai_error(answer: Json) -> tuple[str, str | None]:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the suite speaks to one surface.
+    """How the suite uses one API.
 
-    `text_of`: of a whole answer or of one event of a stream.
+    `text_of` returns the text of a complete answer or of one event of a stream.
     """
 
     body: Json
-    #: Besides; none of it is required.
+    #: Further optional fields.
     extra: Json = field(default_factory=dict, kw_only=True)
     text_of: Callable[[Json], str]
     error_of: Callable[[Json], tuple[str, str | None]] = openai_error
-    #: A field of the body and a value of a wrong type.
+    #: A field of the body, and a value of a wrong type.
     wrong: tuple[str, Any] = ("temperature", "warm")
     end: str = ""
     stream_type: str = "text/event-stream"
-    #: What makes it another request.
+    #: Fields that make another request.
     other: Json = field(default_factory=lambda: {"user": "somebody else"})
     calling: Calling | None = None
 
@@ -130,7 +128,7 @@ def response_text(answer: Json) -> str:
 
 
 def response_error(answer: Json) -> tuple[str, str | None]:
-    """Of a body, or of a stream's last event."""
+    """Returns code and param of an error body, or of the last event of a stream."""
     told = answer.get("error", answer)
     return told["code"], told.get("param")
 
@@ -411,7 +409,7 @@ class Speaker:
 
     @property
     def model_field(self) -> str:
-        """What an error calls the model, which the path names where it can."""
+        """The name of the model in errors, which is `name` if the path contains it."""
         return "name" if "{name}" in self.path else "model"
 
     def body(self, model: str = MODEL, **changes: Any) -> Json:
@@ -434,7 +432,7 @@ class Speaker:
         return self.dialect.error_of(response.json())
 
     def events(self, text: str) -> list[Json]:
-        """The JSON of a stream's events."""
+        """Returns the JSON of a stream's events."""
         if self.dialect.stream_type != "text/event-stream":
             return [json.loads(line) for line in text.splitlines()]
         lines = [line.removeprefix("data: ") for line in text.splitlines() if "data: " in line]
@@ -457,7 +455,7 @@ def can_call() -> bool:
 
 @dataclass
 class Fleet:
-    """A gateway and a worker for all tests that want the same of them."""
+    """A gateway and a worker for all tests that need the same settings."""
 
     prefix: str
     gateway: RunningGateway
@@ -466,7 +464,7 @@ class Fleet:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleets(redis_server):
-    """Fleets by the settings that differ and by what the model can do."""
+    """Returns a function that finds or starts the fleet with these settings and model capabilities."""
     async with AsyncExitStack() as stack:
         fleets: dict[str, Fleet] = {}
 
@@ -508,10 +506,10 @@ def speaker(fleet, path) -> Speaker:
     return Speaker(gateway.client, gateway.services, path, DIALECTS[path])
 
 
-# What is refused
+# Refusals
 
 
-async def test_a_body_that_is_no_json_object_is_a_400(speaker):
+async def test_a_body_that_is_not_a_json_object_is_a_400(speaker):
     headers = {"content-type": "application/json"}
     for body in (b"", b"{", b"\xff", b"[1]", b"null"):
         response = await speaker.client.post(speaker.url(), content=body, headers=headers)
@@ -519,7 +517,7 @@ async def test_a_body_that_is_no_json_object_is_a_400(speaker):
         assert speaker.error_of(response)[0] in ("invalid_json", "invalid_value")
 
 
-async def test_a_field_that_is_missing_or_of_a_wrong_type_is_named(speaker):
+async def test_the_error_names_a_missing_or_wrong_field(speaker):
     name, value = speaker.dialect.wrong
     response = await speaker.ask(**{name: value})
     assert response.status_code == 400
@@ -539,13 +537,13 @@ async def test_an_unknown_field_is_ignored_and_listed(speaker):
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"unknown_fields": "refuse"}}])
-async def test_an_unknown_field_is_refused_by_name_where_the_operator_wants_that(speaker):
+async def test_an_unknown_field_is_refused_by_name_if_configured(speaker):
     response = await speaker.ask(colour="blue")
     assert response.status_code == 400
     assert speaker.error_of(response) == ("unsupported_parameter", "colour")
 
 
-async def test_what_a_surface_does_not_support_is_refused_unless_it_is_a_no_op(speaker):
+async def test_unsupported_fields_are_refused_unless_they_are_no_ops(speaker):
     for path, values in UNSUPPORTED.get(speaker.path, {}).items():
         for value in (*values, None, {"x": 1}):
             is_no_op = value in (*values, None)
@@ -563,11 +561,11 @@ async def test_what_a_surface_does_not_support_is_refused_unless_it_is_a_no_op(s
                 assert param.replace(".[0]", "") == path
 
 
-#: What a page may send anywhere without asking; the last has no type.
+#: Media types that a page can send to another origin without a preflight; the last request has no type.
 SIMPLE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 
 
-async def test_a_page_cannot_send_a_body_for_which_no_browser_asks_first(speaker, worker):
+async def test_a_page_cannot_send_a_body_without_a_preflight(speaker, worker):
     body = json.dumps(speaker.body())
     for media_type in SIMPLE_TYPES:
         for header in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}):
@@ -586,7 +584,7 @@ async def test_json_needs_no_media_type(speaker):
         assert response.status_code == 200, response.text
 
 
-async def test_a_model_that_is_unknown_or_without_the_task_is_told_which_ones_can_be_asked(
+async def test_the_error_of_an_unknown_or_unfit_model_lists_the_others(
     speaker, fleet, redis_server
 ):
     others = tuple(task for task in TASKS if task != TASK_OF[speaker.path])
@@ -602,14 +600,14 @@ async def test_a_model_that_is_unknown_or_without_the_task_is_told_which_ones_ca
     assert wrong.status_code == 400
     assert speaker.error_of(wrong) == ("wrong_task", speaker.model_field)
     assert ", ".join(others) in wrong.text
-    assert speaker.url(model="of-another-kind") in wrong.text  # the path that was asked
+    assert speaker.url(model="of-another-kind") in wrong.text  # the requested path
     assert other.requests == []
 
 
 @pytest.mark.parametrize("path", ["/v1/echo"])
 @pytest.mark.parametrize("changes", [{"limits": {"max_images": 2}}])
-async def test_a_surface_need_not_check_its_images(speaker, worker, fleet, redis_server):
-    """Neither how many they are nor whether the model takes any."""
+async def test_images_are_checked_for_every_surface(speaker, worker, fleet, redis_server):
+    """It neither limits their number nor checks whether the model supports images."""
     card = replace(CARD, name="blind", supports_images=False)
     async with run_worker(redis_server, fleet.prefix, card) as blind:
         blind.script = answer_any
@@ -624,7 +622,7 @@ async def test_a_surface_need_not_check_its_images(speaker, worker, fleet, redis
 
 
 @pytest.mark.parametrize("changes", [{"gateway": {"api_keys": ["sk-right"]}}])
-async def test_a_wrong_key_is_a_401_in_the_apis_own_shape(speaker):
+async def test_a_wrong_key_is_a_401_in_the_format_of_the_api(speaker):
     response = await speaker.ask(headers={"authorization": "Bearer sk-wrong"})
     assert response.status_code == 401
     assert speaker.error_of(response)[0] == "invalid_api_key"
@@ -632,13 +630,13 @@ async def test_a_wrong_key_is_a_401_in_the_apis_own_shape(speaker):
     assert right.status_code == 200
 
 
-async def test_only_post_is_served(speaker):
+async def test_only_post_is_supported(speaker):
     response = await speaker.client.get(speaker.url())
-    assert response.status_code in (404, 405)  # 404: the name of a thing in another API
+    assert response.status_code in (404, 405)  # 404: an object of another API
     assert response.status_code == 404 or "send POST" in response.text
 
 
-# What is answered
+# Responses
 
 
 async def test_an_answer_is_the_same_whole_and_streamed(speaker):
@@ -668,7 +666,7 @@ async def test_an_answer_is_counted_once_and_logged_in_numbers_only(speaker, wor
 
 @asynccontextmanager
 async def begun(speaker: Speaker, **headers: str):
-    """A stream, left at the end of the block."""
+    """Opens a stream, and closes it at the end of the block."""
     async with speaker.client.stream(
         "POST", speaker.url(), json=speaker.body(stream=True), headers=headers
     ) as response:
@@ -677,14 +675,14 @@ async def begun(speaker: Speaker, **headers: str):
 
 
 @only_streamed
-async def test_a_client_that_leaves_a_stream_cancels_its_call(speaker, worker):
+async def test_closing_a_stream_cancels_its_call(speaker, worker):
     worker.script = talk_on
     async with begun(speaker) as response:
         await anext(response.aiter_bytes())
     await asyncio.wait_for(worker.cancelled.wait(), 10)
 
 
-async def test_a_client_that_does_not_wait_for_a_whole_answer_cancels_its_call(speaker, worker):
+async def test_closing_a_request_without_a_stream_cancels_its_call(speaker, worker):
     worker.script = say_nothing
     waiting = asyncio.create_task(speaker.ask())
     await until(lambda: worker.requests)
@@ -715,7 +713,7 @@ async def test_a_failure_before_the_first_event_has_its_status(speaker, worker):
 
 @only_streamed
 async def test_a_failure_after_the_first_token_is_the_streams_last_event(speaker, worker):
-    """Also of tokens that come with the failure."""
+    """Tokens that arrive together with the failure are sent too."""
     go_on = asyncio.Event()
 
     async def fail(answer: Answer) -> None:
@@ -756,7 +754,7 @@ async def test_a_waiting_stream_is_kept_alive(speaker, worker, changes):
 
 
 @only_numbered
-async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
+async def test_a_resumable_stream_continues_after_the_last_event(speaker, worker):
     go_on = asyncio.Event()
     worker.script = says("you", begins="Hello ", after=go_on)
     text = ""
@@ -775,7 +773,7 @@ async def test_a_resumable_stream_goes_on_where_it_was_left(speaker, worker):
     assert told + speaker.text_of_stream(rest.text) == TOLD
 
 
-#: A value of each kind of type; the others are sequences.
+#: A value for each kind of type; other types are sequences.
 VALUES: dict[type, Callable[[Any], Any]] = {
     inspect.Metadata: lambda kind: fill(kind.type),
     inspect.UnionType: lambda kind: fill([t for t in kind.types if t != inspect.NoneType()][-1]),
@@ -793,22 +791,22 @@ VALUES: dict[type, Callable[[Any], Any]] = {
 
 
 def fill(kind: inspect.Type) -> Any:
-    """A value of a type in which every optional field is set."""
+    """Returns a value of a type in which every optional field is set."""
     return VALUES.get(type(kind), lambda kind: [fill(kind.item_type)])(kind)
 
 
-async def test_the_options_of_a_resumable_answer_are_read_as_they_were_written(path):
+async def test_stored_options_of_a_resumable_answer_are_read_back(path):
     [surface] = [create for create in ALL if create.path == path]
     written = msgspec.json.encode(fill(inspect.type_info(surface.options)))
     read = msgspec.json.decode(written, type=surface.options)
     assert msgspec.json.encode(read) == written
 
 
-# Functions that are called
+# Tool calls
 
 
 async def call_twice(answer: Answer) -> None:
-    """Words and two calls, the arguments of the first in pieces."""
+    """Answers with a text and two calls; the arguments of the first call are in pieces."""
     await answer.start()
     pieces = [
         ("Well.", ()),
@@ -823,7 +821,7 @@ async def call_twice(answer: Answer) -> None:
 
 
 def told_reasons(answers: list[Json], name: str) -> set[str]:
-    """What stands under a name, wherever it stands."""
+    """Returns all values of a key, at any depth."""
     found = re.findall(f'"{name}": "([^"]*)"', json.dumps(answers[-2:]))
     return set(found)
 
@@ -845,7 +843,7 @@ async def test_calls_are_the_same_whole_and_streamed(speaker, worker):
 
 
 @only_calling
-async def test_functions_reach_the_worker_alike(speaker, worker):
+async def test_tools_reach_the_worker_in_the_same_form(speaker, worker):
     calling = speaker.dialect.calling
     for wish in ({}, calling.must, calling.one):
         assert (await speaker.ask(**{**calling.tools, **wish})).status_code == 200
@@ -860,7 +858,7 @@ async def test_functions_reach_the_worker_alike(speaker, worker):
 
 
 @only_calling
-async def test_what_came_of_a_call_may_hold_an_image(speaker, worker):
+async def test_a_tool_result_can_contain_an_image(speaker, worker):
     calling = speaker.dialect.calling
     assert (await speaker.ask(**calling.tools, **calling.after("call_7"))).status_code == 200
     [request] = worker.requests
@@ -876,7 +874,7 @@ async def test_what_came_of_a_call_may_hold_an_image(speaker, worker):
 
 @only_calling
 @pytest.mark.parametrize("can_call", [False])
-async def test_a_model_that_cannot_be_held_to_functions_answers_in_words(speaker, worker):
+async def test_a_model_without_tool_support_answers_in_text(speaker, worker):
     calling = speaker.dialect.calling
     assert (await speaker.ask(**calling.tools)).status_code == 200
     assert worker.requests[0].task.tools is None
@@ -887,13 +885,13 @@ async def test_a_model_that_cannot_be_held_to_functions_answers_in_words(speaker
 
 
 def took_as_long(answer: Json) -> Json:
-    """An answer that tells its own time, without it."""
+    """Returns an answer without its duration."""
     return {name: value for name, value in answer.items() if name != "total_duration"}
 
 
 @pytest.mark.parametrize("path", ["/api/chat"])
 @pytest.mark.parametrize("headers", [{"x-vlm-resumable": "true"}, {"idempotency-key": "lines"}])
-async def test_a_resumable_stream_of_lines_holds_nothing_else(speaker, headers):
+async def test_a_resumable_stream_of_json_lines_has_no_other_lines(speaker, headers):
     first = await speaker.ask(headers, stream=True)
     where = first.headers["x-vlm-stream"]
     again = await speaker.client.get(where, headers={"last-event-id": "1"})
@@ -905,7 +903,7 @@ async def test_a_resumable_stream_of_lines_holds_nothing_else(speaker, headers):
     assert {frozenset(line) for line in rest} <= {frozenset(line) for line in told}
 
 
-async def test_a_retry_under_the_same_key_gets_the_same_answer(speaker, worker):
+async def test_a_retry_with_the_same_key_gets_the_same_answer(speaker, worker):
     headers = {"idempotency-key": uuid4().hex}
     first, again = [await speaker.ask(headers) for _ in range(2)]
     assert took_as_long(first.json()) == took_as_long(again.json())

@@ -1,4 +1,4 @@
-"""Clients that write down what they see, and the answers that they should see."""
+"""Clients that record what they receive, and the answers that they should receive."""
 
 import json
 import time
@@ -19,7 +19,7 @@ NUM_TOKENS = 40
 
 @cache
 def answer_to(text: str, num_tokens: int = NUM_TOKENS, schema: str = "") -> tuple[str, ...]:
-    """The uninterrupted answer of the mock engine, token by token. `schema`: of an answer that ends by itself."""
+    """Returns the uninterrupted answer of the mock engine, token by token. An answer with a `schema` ends by itself."""
     instant = {"decode_s": 0, "prefill_s_per_token": 0}
     engine = create_engine({"kind": "mock", "max_num_seqs": 1, "mock": instant}).engine
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=not schema)
@@ -34,7 +34,7 @@ def answer_to(text: str, num_tokens: int = NUM_TOKENS, schema: str = "") -> tupl
 
 
 def body_of(text: str, num_tokens: int = NUM_TOKENS) -> dict:
-    """A greedy, streamed request that shows its tokens."""
+    """Returns a greedy, streamed request whose response contains its tokens."""
     return {
         "model": MODEL,
         "messages": [{"role": "user", "content": text}],
@@ -47,17 +47,17 @@ def body_of(text: str, num_tokens: int = NUM_TOKENS) -> dict:
 
 
 def tokens_in(chunk: dict) -> list[str]:
-    """The tokens of a chunk of a stream."""
+    """Returns the tokens of a chunk of a stream."""
     found = [(choice.get("logprobs") or {}).get("content") or () for choice in chunk["choices"]]
     return [entry["token"] for content in found for entry in content]
 
 
 class Clients:
-    """Clients of one fleet under one history."""
+    """Clients of one fleet that share a history."""
 
     def __init__(self) -> None:
         self.history = History()
-        self.errors: dict[str, dict] = {}  #: by request: the error that it ended in
+        self.errors: dict[str, dict] = {}  #: the error of each failed request
 
     async def ask(
         self,
@@ -68,7 +68,7 @@ class Clients:
         num_tokens: int = NUM_TOKENS,
         priority: str = "interactive",
     ) -> None:
-        """One streamed request, named by its text, from start to end."""
+        """Runs one streamed request, named by its text, to its end."""
         request = {"json": body_of(text, num_tokens), "headers": {"x-vlm-priority": priority}}
         async with (
             self._asking(url, text, answer_to(text, num_tokens)) as client,
@@ -82,13 +82,13 @@ class Clients:
         self, url: str, text: str, expected: Sequence[str]
     ) -> AsyncIterator[httpx.AsyncClient]:
         self.history.ask(text, time.monotonic() + REQUEST_TIMEOUT_S, expected)
-        # To read the certificates of the authorities takes 20 ms of each, for nothing.
+        # Reading the certificates of the authorities would take 20 ms per client.
         async with httpx.AsyncClient(
             base_url=url, trust_env=False, verify=False, timeout=WITHIN_S
         ) as client:
             try:
                 yield client
-            except httpx.ConnectError:  # it never reached a gateway
+            except httpx.ConnectError:  # no gateway was reached
                 self._end(text, REFUSED)
             except httpx.HTTPError as error:
                 self._end(text, FAILED, error={"code": type(error).__name__})

@@ -1,7 +1,7 @@
-"""A worker process on a mock engine that fails on request: `!kill-decode` in a prompt kills the worker there.
+"""A worker process on a mock engine with faults: `!kill-decode` in a prompt kills the worker during decode.
 
-Faults are played on a request's first attempt; `!kill-always` on each. They are named in the prompt, not by the
-clock, so that a loaded machine plays them at the same point. Arguments: those of `vlm worker`.
+Faults occur at a request's first attempt, and `!kill-always` at every attempt. They are named in the prompt instead of
+timed, so they occur at the same point on a loaded machine. Arguments: those of `vlm worker`.
 """
 
 import os
@@ -22,7 +22,7 @@ from engines.pooling.engine import PoolingEngine, PoolingInput
 from shared.protocol import Embed, Task, TextPart, decode_call
 from shared.queue.api import Publication
 
-#: Output tokens after which the faults of decoding are played.
+#: Number of output tokens after which faults of decoding occur.
 FAULT_AT_TOKEN = 5
 FAULTS = (
     "kill-prefill", "kill-decode", "kill-batch", "kill-finish", "kill-always", "wedge", "raise", "break",
@@ -31,17 +31,17 @@ _FAULT = re.compile("!(" + "|".join(FAULTS) + ")")
 
 
 def fault_in(text: str, attempt: int) -> str:
-    """The fault that a prompt asks for at this attempt, if any."""
+    """Returns the fault that a prompt requests for this attempt, or an empty string."""
     found = _FAULT.search(text)
     name = found[1] if found else ""
     return name if attempt == 1 or name == "kill-always" else ""
 
 
 class FaultyRunner(engines.mock.engine.MockRunner):
-    """The mock's arithmetic, interrupted."""
+    """The mock runner with faults."""
 
     def launch(self, batch: Batch) -> engines.mock.engine.MockStep:
-        """One step, unless a request in it asks for something else."""
+        """Launches a step, unless a request in it requests a fault."""
         for item in batch.items:
             self._play(item)
         return super().launch(batch)
@@ -63,10 +63,10 @@ class FaultyRunner(engines.mock.engine.MockRunner):
 
 
 class FaultyPoolingModel(engines.mock_pooling.engine.MockPoolingModel):
-    """The pretended arithmetic, interrupted."""
+    """The mock pooling model with faults."""
 
     def compute(self, rows: Sequence[Row]) -> None:
-        """One batch, unless a text in it asks for something else."""
+        """Computes a batch, unless a text in it requests a fault."""
         for row in rows:
             if _faults.pop(row, "") == "kill-batch":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -77,7 +77,7 @@ _faults: dict[Row, str] = {}
 
 
 class FaultyPoolingEngine(PoolingEngine):
-    """Notes which rows ask for a fault: the model knows no attempts."""
+    """Records which rows request a fault, because the model does not get the attempt."""
 
     def add(self, request: PoolingInput) -> None:
         attempt = int(request.request_id.rpartition("@")[2].partition(".")[0])
@@ -88,7 +88,7 @@ class FaultyPoolingEngine(PoolingEngine):
 
 
 class FaultyPublisher(shared.queue.worker.Publisher):
-    """Dies after Redis has taken the end of a request and before anybody here knows."""
+    """Dies after Redis has accepted the end of a request, before the worker processes the reply."""
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         refused = await super()._send(reply_to, batch)
@@ -107,7 +107,7 @@ def _text_of(task: Task) -> str:
 
 
 def main() -> None:
-    """Run a worker with these faults in it."""
+    """Runs a worker with these faults."""
     engines.mock.engine.MockRunner = FaultyRunner
     engines.mock_pooling.engine.MockPoolingModel = FaultyPoolingModel
     engines.mock_pooling.engine.PoolingEngine = FaultyPoolingEngine

@@ -1,4 +1,4 @@
-"""The fleet under test: what stands, who asks, and the promises that must hold at the end of each test."""
+"""The fleet under test, its clients, and the promises that are checked at the end of each test."""
 
 import asyncio
 from collections import Counter
@@ -30,12 +30,12 @@ from tests.faults.rest import redis_leftovers
 from tests.waiting import until
 
 KEYS = RedisKeys(PREFIX)
-#: Outcomes in the gateway's count of requests that were never accepted.
+#: Outcomes of requests that the gateway did not accept.
 NOT_ACCEPTED = ("rejected", "service_unavailable")
 
 
 class Fleet:
-    """Processes, the gateway's URL, and names that no other request has."""
+    """Processes, the gateway's URL, and unique prompts."""
 
     def __init__(
         self, processes: Processes, gateway: Process, url: str, proxy: FaultProxy | None = None
@@ -49,7 +49,7 @@ class Fleet:
         self._worker_numbers = count(1)
 
     def name(self, fault: str = "") -> str:
-        """A prompt of its own, which asks for a fault."""
+        """Returns a unique prompt that requests a fault."""
         return f"{fault} question {next(self._numbers)}".strip()
 
     async def worker(self, command: tuple[str, ...] = FAULTY, **variables: str) -> Process:
@@ -61,22 +61,22 @@ class Fleet:
         return [p for p in self.processes.all if p.name.startswith("worker") and p.lives]
 
     async def some_worker(self) -> Process:
-        """A worker that lives; a new one if there is none."""
+        """Returns a running worker; starts one if there is none."""
         return self.workers[0] if self.workers else await self.worker()
 
     async def only_worker(self) -> Process:
-        """As `some_worker`, once the others have ended."""
+        """Ends all workers except one; returns it."""
         for process in self.workers[1:]:
             await process.end()
         return await self.some_worker()
 
     async def retire_workers(self) -> None:
-        """No worker is left, nor any request."""
+        """Ends all workers."""
         for process in self.workers:
             await process.end()
 
     async def until(self, holds: Callable[[], Awaitable[bool]], within_s: float = WITHIN_S) -> None:
-        """Wait until something holds; while Redis is away it does not."""
+        """Waits until a condition holds; it does not while Redis is down."""
 
         async def hold() -> bool:
             with suppress(RedisError):
@@ -86,7 +86,7 @@ class Fleet:
         await until(hold, within_s)
 
     async def at_rest(self) -> None:
-        """Every request has ended, in Redis as for the clients. Raises: AssertionError, naming what is left."""
+        """Waits until every request has ended in Redis, too. Raises: AssertionError, naming what is left."""
         left: list[str] = []
 
         async def is_empty() -> bool:
@@ -99,7 +99,7 @@ class Fleet:
             raise AssertionError(left) from None
 
     async def num_accepted(self) -> int:
-        """Accepted requests that have ended, by the gateway's own count."""
+        """Returns the number of accepted requests that have ended, by the gateway's metrics."""
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=WITHIN_S) as client:
             text = (await client.get(f"{self.url}/metrics")).text
         return sum(
@@ -110,23 +110,23 @@ class Fleet:
         )
 
     async def has_counted(self, accepted: int) -> int:
-        """The gateway's count, once it is no less: a request is counted just after its last byte was sent."""
+        """Returns that number after it reached `accepted`: a request is counted just after its last byte was sent."""
 
         async def is_counted() -> bool:
             return await self.num_accepted() >= accepted
 
-        with suppress(TimeoutError):  # the caller compares
+        with suppress(TimeoutError):  # the caller compares the numbers
             await self.until(is_counted, 10.0)
         return await self.num_accepted()
 
     async def dead_letters(self) -> list[dict[bytes, bytes]]:
-        """The requests that were given up."""
+        """Returns the requests that were given up."""
         return [fields for _, fields in await self.redis.xrange(KEYS.dead(MODEL))]
 
 
 @asynccontextmanager
 async def run_fleet(folder: Path, **variables: str) -> AsyncIterator[Fleet]:
-    """Redis behind a proxy, and a gateway that listens, with settings of its own."""
+    """Runs Redis behind a proxy, and a gateway with these settings."""
     async with run_proxy(folder / "redis.sock") as proxy, run_processes(folder, proxy.url) as all_:
         gateway, url = await all_.gateway(**variables)
         yield Fleet(all_, gateway, url, proxy)
@@ -134,7 +134,7 @@ async def run_fleet(folder: Path, **variables: str) -> AsyncIterator[Fleet]:
 
 @asynccontextmanager
 async def run_fleet_at(url: str, reader_url: str = "", **variables: str) -> AsyncIterator[Fleet]:
-    """A gateway with settings of its own at a Redis that stands; tests read at `reader_url`."""
+    """Runs a gateway with these settings on an existing Redis; tests read from `reader_url`."""
     redis = create_redis(RedisSettings(url=reader_url or url))
     processes = Processes(None, redis, url)
     try:
@@ -149,7 +149,7 @@ async def run_fleet_at(url: str, reader_url: str = "", **variables: str) -> Asyn
 async def playing(
     fleet: Fleet, texts: Iterable[str], clients: Clients | None = None, **options
 ) -> AsyncIterator[Clients]:
-    """Clients that ask all at once while the block plays a fault; then every promise must hold."""
+    """Clients send all texts concurrently while the block plays a fault; afterwards every promise is checked."""
     clients = clients or Clients()
     num_before = await fleet.num_accepted()
     tasks = [asyncio.create_task(clients.ask(fleet.url, text, **options)) for text in texts]
@@ -172,7 +172,7 @@ async def playing(
 
 
 async def tokens_seen(fleet: Fleet, clients: Clients, texts: Sequence[str], count: int) -> None:
-    """Wait until the clients of all these requests have seen so many tokens each."""
+    """Waits until the clients of all these requests have received `count` tokens each."""
 
     async def have_seen() -> bool:
         return all(len(clients.history.tokens(text)) >= count for text in texts)
@@ -182,7 +182,7 @@ async def tokens_seen(fleet: Fleet, clients: Clients, texts: Sequence[str], coun
 
 @asynccontextmanager
 async def streaming(fleet: Fleet, num_requests: int, num_tokens: int) -> AsyncIterator[Clients]:
-    """`playing`, from when every stream has begun."""
+    """As `playing`; the block starts after every stream has begun."""
     texts = [fleet.name() for _ in range(num_requests)]
     async with playing(fleet, texts, num_tokens=num_tokens) as clients:
         await tokens_seen(fleet, clients, texts, 5)
@@ -190,7 +190,7 @@ async def streaming(fleet: Fleet, num_requests: int, num_tokens: int) -> AsyncIt
 
 
 async def used(fleet: Fleet) -> Counter[str]:
-    """Requests and output tokens of all days."""
+    """Returns the numbers of requests and output tokens, summed over all days."""
     async with httpx.AsyncClient(trust_env=False) as client:
         rows = (await client.get(f"{fleet.url}/v1/usage?by=model")).json()["data"]
     kinds = ("requests", "output_tokens")

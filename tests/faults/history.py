@@ -1,7 +1,7 @@
-"""The oracle: what clients saw, and which promises that breaks.
+"""The oracle: what clients received, and the promises that it violates.
 
-Clients write down every token and every end as it comes; `violations` reads the whole history afterwards. It must
-not know how a fleet works: the laws are those that a client may rely on.
+Clients record every token and every end when it arrives; `violations` evaluates the history afterwards. It does not use
+knowledge of the fleet: it checks what clients can rely on.
 """
 
 import time
@@ -10,25 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
-#: How an accepted request may end. A refused one was never accepted: it was sent away by its status line.
+#: The ends of an accepted request. A refused request was refused by its status line and never accepted.
 FINISHED, FAILED, CANCELLED, REFUSED = "finished", "failed", "cancelled", "refused"
 LATEST_END_S = 2.0  #: after the deadline
 
 
 @dataclass(slots=True)
 class Seen:
-    """What a client saw of its request. Instants are of `time.monotonic`."""
+    """What a client received for its request. Instants are of `time.monotonic`."""
 
     deadline: float
-    expected: Sequence[str]  #: the whole, uninterrupted answer
+    expected: Sequence[str]  #: the complete, uninterrupted answer
     tokens: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)  #: of tokens and ends
+    times: list[float] = field(default_factory=list)  #: arrival of tokens and ends
     num_late: int = 0  #: tokens after an end
-    answer_ids: set[str] = field(default_factory=set)  #: each `id` that a piece of the answer bore
+    answer_ids: set[str] = field(default_factory=set)  #: all values of `id` in the response
 
     def violations(self) -> Iterator[str]:
-        """P1: exactly one end, in time, and nothing after it. P2, P3: the tokens are those of the answer, in order."""
+        """P1: exactly one end, in time, with nothing after it. P2, P3: the tokens equal those of the answer, in order."""
         if len(self.ends) != 1:
             yield f"P1: {len(self.ends)} ends: {self.ends}"
         if self.times and self.times[-1] > self.deadline + LATEST_END_S:
@@ -45,7 +45,7 @@ class Seen:
 
 
 class History:
-    """All that the clients of one run asked and saw, by request."""
+    """Requests and responses of all clients of one run."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Seen] = {}
@@ -65,25 +65,25 @@ class History:
         self.seen[request].times.append(time.monotonic())
 
     def tokens(self, request: str) -> list[str]:
-        """The tokens that a client has seen, in order."""
+        """Returns the tokens that a client has received, in order."""
         return self.seen[request].tokens if request in self.seen else []
 
     def outcome(self, request: str) -> str:
-        """How a request has ended, by its first end; empty if it has not."""
+        """Returns the first end of a request; empty if it has not ended."""
         return next(iter(self.seen[request].ends), "")
 
     def outcomes(self) -> Counter[str]:
-        """How many requests ended how."""
+        """Counts the requests by their end."""
         return Counter(end for request in self.seen if (end := self.outcome(request)))
 
     def longest_pause_s(self, request: str = "") -> float:
-        """Between two tokens of one request, or of this one."""
+        """Returns the longest time between two tokens of one request, or of this one."""
         asked = [self.seen[request]] if request else self.seen.values()
         pauses = (later - earlier for seen in asked for earlier, later in pairwise(seen.times))
         return max(pauses, default=0.0)
 
     def violations(self) -> list[str]:
-        """Every broken law, in words; none if all is well."""
+        """Returns a description of every violation."""
         found = [f"{name}: {law}" for name, seen in self.seen.items() for law in seen.violations()]
         for (one, seen), (other, also) in combinations(self.seen.items(), 2):
             if shared := seen.answer_ids & also.answer_ids:
@@ -92,7 +92,7 @@ class History:
 
 
 def conservation(accepted: int, outcomes: Mapping[str, int]) -> list[str]:
-    """Nothing is lost and nothing appears: accepted = finished + failed + cancelled."""
+    """Checks that no request is lost or invented: accepted = finished + failed + cancelled."""
     ended = sum(outcomes.get(kind, 0) for kind in (FINISHED, FAILED, CANCELLED))
     if ended == accepted:
         return []

@@ -1,4 +1,4 @@
-"""A fleet of real processes around its own Redis, which tests kill, stop and start again."""
+"""Real processes around their own Redis, which tests kill, stop and restart."""
 
 import asyncio
 import os
@@ -19,19 +19,19 @@ from tests.factories_queue import wait_until_written
 from tests.waiting import until
 
 ROOT = Path(__file__).parent.parent.parent
-WITHIN_S = 120.0  #: for anything to happen at all, on a machine with much else to do
+WITHIN_S = 120.0  #: for any event, on a busy machine
 LEASE_S = 3.0
 REQUEST_TIMEOUT_S = 90.0
 PREFIX = "faults"
 MODEL = "mock"
 FAULTY = ("tests.faults.faulty_worker",)
-#: One that makes vectors.
+#: A worker for embeddings.
 FAULTY_POOLING = (*FAULTY, "--engine", "mock_pooling")
 _ENGINE = {"VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_ENGINE__MOCK__PREFILL_S_PER_TOKEN": "0"}
 
 
 class Process:
-    """One process, its exit code and what it said."""
+    """One process, its exit code and its output."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class Process:
             self.lines.append(line.decode(errors="replace"))
 
     async def says(self, words: str) -> str:
-        """The first line with these words, once it was said."""
+        """Waits for the first line with these words; returns it."""
 
         def found() -> str:
             return next((line for line in self.lines if words in line), "")
@@ -67,7 +67,7 @@ class Process:
             self.process.send_signal(number)
 
     async def ended(self) -> int:
-        """Its exit code, once it has ended."""
+        """Waits for the end of the process; returns its exit code."""
         return await asyncio.wait_for(self.process.wait(), WITHIN_S)
 
     async def end(self) -> None:
@@ -78,12 +78,12 @@ class Process:
 
 
 class Processes:
-    """Gateways and workers by name, and the Redis between them."""
+    """Gateways and workers by name, and their Redis."""
 
     def __init__(self, server: EmbeddedRedis | None, redis: Redis, redis_url: str) -> None:
         self.server = server
         self.redis = redis
-        self.redis_url = redis_url  #: what new processes are told; a proxy may stand there
+        self.redis_url = redis_url  #: URL for new processes, possibly of a proxy
         self.all: list[Process] = []
 
     async def start(self, name: str, *command: str, **variables: str) -> Process:
@@ -105,7 +105,7 @@ class Processes:
     async def worker(
         self, name: str, command: tuple[str, ...] = FAULTY, **variables: str
     ) -> Process:
-        """A worker that is ready; it plays the faults named in prompts, or is another."""
+        """Starts a worker and waits until it is ready. By default it plays the faults named in prompts."""
         variables["VLM_WORKER__ID"] = name
         if command == FAULTY:
             variables = {**_ENGINE, **variables}
@@ -114,7 +114,7 @@ class Processes:
         return process
 
     async def gateway(self, **variables: str) -> tuple[Process, str]:
-        """A gateway that listens, and its URL."""
+        """Starts a gateway and waits until it listens; returns it and its URL."""
         options = ("--port", "0", "--die-with-parent", str(os.getpid()))
         command = ("tests.factories_settings", "gateway", *options)
         process = await self.start("gateway", *command, **variables)
@@ -124,7 +124,7 @@ class Processes:
         return process, found[0]
 
     def kill_redis(self) -> None:
-        """Without a word; what it acknowledged is in its file."""
+        """Kills Redis after its acknowledged writes are in its file."""
         assert self.server is not None
         assert self.server.pid is not None
         with SyncRedis(unix_socket_path=str(self.server.socket_path)) as client:
@@ -140,7 +140,7 @@ class Processes:
 
 @asynccontextmanager
 async def run_processes(folder: Path, redis_url: str = "") -> AsyncIterator[Processes]:
-    """A Redis, and room for processes around it. `redis_url`: where they find it, if not directly."""
+    """Runs a Redis for processes. `redis_url`: the URL for them, if it differs."""
     with EmbeddedRedis(folder) as server:
         redis = create_redis(RedisSettings(url=server.url))
         processes = Processes(server, redis, redis_url or server.url)

@@ -1,6 +1,6 @@
-"""A TCP proxy that does to connections what networks do: delay, lose a reply, go silent, reset.
+"""A TCP proxy with network faults: delays, lost replies, silence, resets.
 
-It stands between processes and Redis, and looks into what they say for the bytes to wait for alone.
+It stands between processes and Redis, and inspects the bytes only to find the command whose reply is lost.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ CHUNK = 65536
 
 
 class FaultProxy:
-    """Forwards connections from `port` to a unix socket until it is told otherwise."""
+    """Forwards connections from `port` to a unix socket, with the faults that tests request."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.port = 0
         self.latency_s = 0.0
-        self.bytes_per_s = 0.0  #: of commands, which all connections share; 0: any
+        self.bytes_per_s = 0.0  #: limit for commands of all connections; 0: unlimited
         self._line_is_free_at = 0.0
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -37,27 +37,27 @@ class FaultProxy:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def drop_next_reply(self, after: bytes) -> asyncio.Event:
-        """Let the next command that holds these bytes through, and lose the reply: the connection breaks, and the event says when."""
+        """Forwards the next command with these bytes, drops its reply and the connection, and then sets the event."""
         self._lost_after, self._is_lost = after, asyncio.Event()
         return self._is_lost
 
     def freeze(self) -> None:
-        """Keep every connection open and pass nothing on, in either direction."""
+        """Keeps every connection open and forwards nothing, in either direction."""
         self._flowing.clear()
 
     def thaw(self) -> None:
-        """Pass on what was held back, and all that follows."""
+        """Forwards what was held back, and all that follows."""
         self._flowing.set()
 
     def half_open(self) -> None:
-        """Swallow all that comes on the connections of now, in both directions; new ones work."""
+        """Drops everything on the current connections, in both directions; new connections work."""
         self._is_half_open |= self._clients
 
     def reset(self) -> None:
-        """End every connection with an RST."""
+        """Ends every connection with an RST."""
         for client in list(self._clients):
             sock = client.get_extra_info("socket")
-            with suppress(OSError):  # closed meanwhile
+            with suppress(OSError):  # already closed
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.transport.abort()
 
@@ -119,11 +119,11 @@ class FaultProxy:
         await self._flowing.wait()
 
     async def _throttle(self, num_bytes: int) -> None:
-        """Connections take turns, as on one line."""
+        """All connections share one line."""
         if self.bytes_per_s:
             now = time.monotonic()
             self._line_is_free_at = max(now, self._line_is_free_at) + num_bytes / self.bytes_per_s
-            if self._line_is_free_at - now > 0.005:  # shorter sleeps take longer than they say
+            if self._line_is_free_at - now > 0.005:  # shorter sleeps last longer than requested
                 await asyncio.sleep(self._line_is_free_at - now)
 
     async def close(self) -> None:
@@ -138,7 +138,7 @@ class FaultProxy:
 async def run_proxy(target: Path) -> AsyncIterator[FaultProxy]:
     proxy = FaultProxy(target)
     listening = socket.socket()
-    # Else loopback swallows megabytes that a sender takes for delivered; connections inherit it.
+    # Otherwise loopback buffers megabytes that a sender considers delivered; connections inherit the option.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CHUNK)
     listening.bind(("127.0.0.1", 0))
     server = await asyncio.start_server(proxy._serve, sock=listening)

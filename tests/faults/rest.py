@@ -1,4 +1,4 @@
-"""What is left when all requests have ended: in Redis, and of each process's resources."""
+"""What remains after all requests have ended: keys in Redis, and resources of processes."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ MIB = 1024 * 1024
 
 
 async def redis_leftovers(redis: Redis, prefix: str) -> list[str]:
-    """What should not be in Redis once every request has ended, in words."""
+    """Describes what should not be in Redis after every request has ended."""
     found: list[str] = []
     async for raw in redis.scan_iter(match=f"{prefix}:*", count=1000):
         key = raw.decode()
@@ -35,7 +35,7 @@ async def redis_leftovers(redis: Redis, prefix: str) -> list[str]:
 async def _queue_leftovers(redis: Redis, key: str) -> list[str]:
     num_entries = 0
     for _, fields in await redis.xrange(key):
-        num_entries += b"id" in fields  # a nudge wakes whoever reads next and is gone then
+        num_entries += b"id" in fields  # a wakeup is deleted by the worker that reads it
     groups = {g["name"]: g["pending"] for g in await redis.xinfo_groups(key)}
     num_pending = groups.get(GROUP.encode(), 0)
     found = [f"{key} holds {num_entries} requests"] if num_entries else []
@@ -64,7 +64,7 @@ class Resources:
 def growth(
     before: Resources, after: Resources, *, max_things: int = 3, max_bytes: int = 32 * MIB
 ) -> list[str]:
-    """What a process holds more than before, in words. A pool may have grown by a few."""
+    """Describes the resources that a process holds in addition. Pools can grow by a few items."""
     found = [
         f"{name} grew from {getattr(before, name)} to {getattr(after, name)}"
         for name in ("num_threads", "num_files", "num_connections")

@@ -50,13 +50,13 @@ CERTIFICATE = Path(__file__).parent.parent / "gateway" / "media" / "tls" / "firs
 
 
 def has_tls(program: Path) -> bool:
-    """Whether the server was built with TLS."""
+    """Returns whether the server was built with TLS."""
     wrong = [program, "--tls-port", "none"]
     return b"Bad directive" not in subprocess.run(wrong, capture_output=True, timeout=10).stderr
 
 
 class Sentinels:
-    """Its servers by port, and the URL that names the primary."""
+    """The servers by port, and the URL that names the primary."""
 
     def __init__(self, folder: Path, program: Path, *, tls: bool) -> None:
         self._program = program
@@ -94,7 +94,7 @@ class Sentinels:
             wait_for(lambda port=port: self._knows_all(port), WITHIN_S)
 
     def primary(self) -> int:
-        """The port of the primary, by the first Sentinel that answers."""
+        """Returns the port of the primary, as reported by the first Sentinel that answers."""
         for port in self.sentinels:
             try:
                 with self._sentinel(port) as client:
@@ -104,12 +104,12 @@ class Sentinels:
         raise AssertionError("no Sentinel answers")
 
     def fail_over(self) -> None:
-        """Make a replica the primary; the old primary lives and becomes a replica."""
+        """Promotes a replica; the old primary stays alive and becomes a replica."""
 
         def has_begun() -> bool:
             try:
                 return bool(client.sentinel_failover(NAME))
-            except ResponseError:  # it does not know yet that the replicas are in sync
+            except ResponseError:  # the replicas are not yet known to be in sync
                 return False
 
         with self._sentinel(self.sentinels[0]) as client:
@@ -159,7 +159,7 @@ class Sentinels:
 
 
 def _free_ports(count: int) -> Sequence[int]:
-    """Ports below those that the system gives to connections."""
+    """Returns ports below the ephemeral range of the system."""
     ports: list[int] = []
     while len(ports) < count:
         port = random.randrange(20000, 32000)

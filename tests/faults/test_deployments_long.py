@@ -1,4 +1,4 @@
-"""A deployment under load, long form (`make faults`): no request may notice a node that ends or freezes."""
+"""A deployment under load, long form (`make faults`): no request fails when a node ends or freezes."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ WITHIN_S = 240.0
 
 @pytest.fixture
 def deployer(tmp_path: Path) -> Iterator[Deployer]:
-    """With its own node's room for two instances, one of which runs."""
+    """A fleet whose node has room for two instances, of which one runs."""
     options = {"VLM_ENGINE__MOCK__DECODE_S": "0.02", "VLM_DEPLOY__CPU": "2"}
     with start_fleet(tmp_path, **options) as fleet:
         deployer = Deployer(fleet, tmp_path, within_s=WITHIN_S)
@@ -31,7 +31,7 @@ def deployer(tmp_path: Path) -> Iterator[Deployer]:
 
 @pytest.fixture
 def node(deployer: Deployer) -> Iterator[psutil.Process]:
-    """A `vlm node` beside the one of `vlm serve`, as on another machine."""
+    """A `vlm node` beside the node of `vlm serve`, as on another machine."""
     environment = {
         **os.environ,
         "VLM_REDIS_URL": deployer.fleet.child("gateway").environ()["VLM_REDIS__URL"],
@@ -53,7 +53,9 @@ def node(deployer: Deployer) -> Iterator[psutil.Process]:
     process.wait()
 
 
-def test_a_node_that_is_killed_or_freezes(deployer: Deployer, node: psutil.Process):
+def test_no_request_fails_when_a_node_is_killed_or_freezes(
+    deployer: Deployer, node: psutil.Process
+):
     def has_second(app: dict) -> bool:
         return "second" in {slot["node"] for slot in app["slots"]}
 
@@ -64,11 +66,11 @@ def test_a_node_that_is_killed_or_freezes(deployer: Deployer, node: psutil.Proce
     assert done.returncode == 0, done.stderr
     deployer.wait(is_whole)
     with load(deployer):
-        node.send_signal(signal.SIGSTOP)  # its instances continue; it is silent
+        node.send_signal(signal.SIGSTOP)  # its instances continue, but the node sends nothing
         deployer.wait(lambda app: not has_second(app))
         node.send_signal(signal.SIGCONT)
         deployer.wait(is_whole)
-        node.kill()  # and its instances with it
+        node.kill()  # its instances end too
         deployer.wait(lambda app: not has_second(app))
     app = deployer.app()
     assert app["active"] is not None

@@ -1,6 +1,6 @@
-"""Faults of real processes, short form: what every test run can afford. The rest is in `test_faults_long`.
+"""Faults of real processes, short form, which every test run includes. The long form is `test_faults_long`.
 
-Faults come at named points of a request or of a stream, never after a time; each test ends with all promises checked.
+Faults occur at named points of a request or a stream, never after a time. Each test ends by checking all promises.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from tests.faults.rest import Resources, growth
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 
 
-async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(fleet):
-    """P3: the other worker follows the grammar from where the tokens are."""
+async def test_an_answer_with_a_schema_continues_when_its_worker_is_killed(fleet):
+    """P3: the other worker continues the grammar after the last token."""
     victim = await fleet.only_worker()
     schema = {"type": "array", "items": {"type": "string"}, "minItems": 3, "maxItems": 5}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
@@ -40,8 +40,8 @@ async def test_an_answer_held_to_a_schema_goes_on_when_its_worker_is_killed(flee
     await fleet.at_rest()
 
 
-async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
-    """P5: three workers at most, a clear error, a dead letter, and its batch-mates finish."""
+async def test_a_request_that_kills_every_worker_fails_no_other(fleet):
+    """P5: it kills three workers at most, and gets a clear error and a dead letter; other requests finish."""
     victim = await fleet.only_worker()
     poison = fleet.name("!kill-always")
     async with playing(fleet, [poison, *(fleet.name() for _ in range(3))]) as clients:
@@ -55,7 +55,7 @@ async def test_a_request_that_kills_every_worker_takes_no_other_with_it(fleet):
     assert letter[b"reason"] == b"kills_workers"
 
 
-async def test_a_failing_sequence_fails_alone(fleet):
+async def test_a_failing_sequence_fails_only_its_request(fleet):
     await fleet.some_worker()
     text = fleet.name("!raise")
     async with playing(fleet, [text, fleet.name(), fleet.name()]) as clients:
@@ -64,8 +64,8 @@ async def test_a_failing_sequence_fails_alone(fleet):
     assert clients.errors[text]["code"] == "engine_failure"
 
 
-async def test_clients_that_leave_free_their_slots_and_nothing_grows(fleet):
-    """P7, and what the processes and Redis hold is what they held before."""
+async def test_clients_that_disconnect_free_their_slots_and_leave_nothing(fleet):
+    """P7: the resources of processes and Redis are the same as before."""
     worker = await fleet.some_worker()
     async with playing(fleet, [fleet.name() for _ in range(4)]):
         pass
@@ -95,8 +95,8 @@ async def test_workers_join_and_leave_under_load_without_a_failed_request(fleet)
     assert clients.history.outcomes() == {FINISHED: 24}
 
 
-async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):
-    """P4: the gateway queues its open requests again; clients get the same answers."""
+async def test_streams_continue_when_redis_has_lost_all_its_data(fleet):
+    """P4: the gateway queues its open requests again, and clients get the same answers."""
     await fleet.some_worker()
     texts = [fleet.name() for _ in range(3)]
     async with playing(fleet, texts, num_tokens=120) as clients:
@@ -107,7 +107,7 @@ async def test_streams_go_on_when_redis_has_lost_all_its_data(fleet):
 
 
 async def test_a_worker_and_redis_killed_in_decode_are_not_noticed_by_any_client(fleet):
-    """P2, P3, P4: the answers are those of a fleet in which nothing happened, and are counted once."""
+    """P2, P3, P4: the answers equal those without faults, and are counted once."""
     victim = await fleet.only_worker()
     before = await used(fleet)
     texts = [fleet.name("!kill-decode"), *(fleet.name() for _ in range(3))]
@@ -123,16 +123,16 @@ async def test_a_worker_and_redis_killed_in_decode_are_not_noticed_by_any_client
     assert await used(fleet) - before == Counter(requests=4, output_tokens=480)
 
 
-async def test_the_reply_lost_at_the_end_of_a_request_ends_it_once(fleet):
-    """The worker dies after Redis took the last event and before it knows; P1."""
+async def test_a_request_ends_once_if_its_last_reply_is_lost(fleet):
+    """P1: the worker dies after Redis accepted the last event, before the reply arrives."""
     victim = await fleet.only_worker()
     async with playing(fleet, [fleet.name("!kill-finish")]) as clients:
         assert await victim.ended() == -signal.SIGKILL
     assert clients.history.outcomes() == {FINISHED: 1}
 
 
-async def test_a_second_signal_ends_a_gateway_at_once_with_its_streams(fleet):
-    """The first would let them finish: they are short."""
+async def test_a_second_signal_ends_a_gateway_and_its_streams(fleet):
+    """The first signal would let the streams finish."""
     await fleet.some_worker()
     gateway, url = await fleet.processes.gateway()
     clients, text = Clients(), fleet.name()

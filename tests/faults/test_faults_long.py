@@ -1,6 +1,6 @@
-"""Faults of real processes and their connections, long form (`make faults`): those of docs/reliability.md that take their time.
+"""Faults of real processes and their connections, long form (`make faults`), as listed in docs/reliability.md.
 
-Faults come at named points of a request or of a stream; each test ends with all promises checked (`playing`).
+Faults occur at named points of a request or a stream. Each test ends by checking all promises (`playing`).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)
 
 CHAT = "/v1/chat/completions"
 NUM_LINES = 80  #: of a batch
-#: A request that comes while Redis is silent: three tries of 2 s, and a slow machine.
+#: For a request sent while Redis is silent: three tries of 2 s, on a slow machine.
 REFUSED_WITHIN_S = 15.0
 
 
@@ -49,8 +49,8 @@ async def test_a_worker_lost_at_any_point_is_not_noticed_by_any_client(fleet, fa
 
 
 @pytest.mark.parametrize("is_cut_off", [False, True], ids=["zombie", "cut off"])
-async def test_a_worker_that_comes_back_after_its_lease_adds_nothing(fleet, is_cut_off):
-    """Another continues, and what the first says when it is back is refused."""
+async def test_a_worker_that_returns_after_its_lease_adds_nothing(fleet, is_cut_off):
+    """Another worker continues, and the events of the first one are refused when it is back."""
     await fleet.retire_workers()
     async with run_proxy(fleet.processes.server.socket_path) as link:
         first = await fleet.worker(VLM_REDIS_URL=link.url)
@@ -88,9 +88,7 @@ async def test_an_entry_delivered_twice_runs_once_and_waits_for_a_worker(fleet):
 
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "disk"])
-async def test_a_redis_that_takes_no_writes_refuses_new_requests_and_keeps_old_ones(
-    fleet, fault, tmp_path
-):
+async def test_a_read_only_redis_refuses_new_requests_and_keeps_old_ones(fleet, fault, tmp_path):
     await fleet.some_worker()
     break_, mend = {
         "full": (("CONFIG", "SET", "maxmemory", "1"), ("CONFIG", "SET", "maxmemory", "0")),
@@ -133,7 +131,7 @@ async def _is_refused_soon(fleet) -> None:
 
 @pytest.mark.parametrize(("frozen_s", "for_workers_too"), [(60.0, True), (10.0, False)])
 async def test_a_redis_that_is_silent_loses_nothing(fleet, frozen_s, for_workers_too):
-    """Who asks meanwhile is refused soon; streams pause and continue."""
+    """New requests are refused soon; streams pause and continue."""
     await fleet.retire_workers()
     server, link = fleet.processes.server, fleet.proxy
     await fleet.worker(VLM_REDIS_URL=link.url if for_workers_too else server.url)
@@ -141,14 +139,14 @@ async def test_a_redis_that_is_silent_loses_nothing(fleet, frozen_s, for_workers
         link.freeze()
         thawed_at = time.monotonic() + frozen_s
         await _is_refused_soon(fleet)
-        await asyncio.sleep(thawed_at - time.monotonic())  # the fault itself
+        await asyncio.sleep(thawed_at - time.monotonic())  # duration of the fault
         link.thaw()
     assert clients.history.outcomes() == {FINISHED: 3}
-    await fleet.retire_workers()  # one is not behind the proxy
+    await fleet.retire_workers()  # one worker is not behind the proxy
 
 
-async def test_half_open_connections_are_given_up_in_time(fleet):
-    """Redis believes that they live, and continues to deliver to them; no end of them ever comes."""
+async def test_half_open_connections_time_out(fleet):
+    """Redis considers them alive and still delivers to them, and no FIN or RST arrives."""
     await fleet.some_worker()
     async with streaming(fleet, 3, num_tokens=150) as clients:
         fleet.proxy.half_open()
@@ -185,8 +183,8 @@ async def test_slow_and_broken_connections_lose_nothing(fleet):
 # Gateways
 
 
-async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
-    """Nobody waits for them any more: they are cancelled and counted, and their slots are free."""
+async def test_requests_of_a_killed_gateway_are_cancelled(fleet):
+    """They are cancelled and counted, and their slots are free."""
     await fleet.some_worker()
     before = await used(fleet)
     gateway, url = await fleet.processes.gateway()
@@ -215,7 +213,7 @@ async def test_a_gateway_that_is_killed_takes_its_requests_with_it(fleet):
     assert counted["output_tokens"] >= seen > 0
 
 
-async def test_a_gateway_without_file_descriptors_lives_and_serves_again(fleet):
+async def test_a_gateway_without_file_descriptors_recovers(fleet):
     await fleet.some_worker()
     gateway, url = await fleet.processes.gateway()
     process = psutil.Process(gateway.pid)
@@ -239,13 +237,13 @@ async def test_a_gateway_without_file_descriptors_lives_and_serves_again(fleet):
     await gateway.end()
 
 
-async def test_a_stream_of_a_killed_gateway_goes_on_at_another(fleet):
+async def test_a_stream_of_a_killed_gateway_continues_at_another(fleet):
     await fleet.some_worker()
     gateway, url = await fleet.processes.gateway()
     body, tokens, last_id = body_of(fleet.name(), 200), list[str](), "0"
 
     async def read(**request) -> str:
-        """Read a stream, and kill its gateway at the 20th token. Returns the path to resume it at."""
+        """Reads a stream and kills its gateway at the 20th token. Returns the path to resume it."""
         nonlocal last_id
         async with client.stream(**request) as response:
             path = response.headers.get("x-vlm-stream", "")
@@ -269,7 +267,7 @@ async def test_a_stream_of_a_killed_gateway_goes_on_at_another(fleet):
 
 
 async def test_gateways_and_workers_are_replaced_under_load_without_a_failed_request(fleet):
-    """P4: each in turn is told to stop, and clients go to one that is not."""
+    """P4: the processes are stopped one after another, and clients use the other gateway."""
     await fleet.retire_workers()
     gateways = [(fleet.gateway, fleet.url), await fleet.processes.gateway()]
     workers = [await fleet.worker() for _ in range(2)]
@@ -277,7 +275,7 @@ async def test_gateways_and_workers_are_replaced_under_load_without_a_failed_req
     is_over = asyncio.Event()
 
     async def ask_until_taken(number: int) -> None:
-        """What a gateway refuses because it stops, another takes."""
+        """Asks again at another gateway while one refuses because it stops."""
         while True:
             _, url = gateways[number % len(gateways)]
             name = fleet.name()
@@ -311,8 +309,8 @@ async def test_gateways_and_workers_are_replaced_under_load_without_a_failed_req
     await fleet.at_rest()
 
 
-async def test_a_batch_goes_on_whoever_is_killed(fleet, tmp_path_factory):
-    """P3, P4: a gateway, then a worker, then Redis, while lines are on their way; each line is answered once."""
+async def test_a_batch_continues_after_any_kill(fleet, tmp_path_factory):
+    """P3, P4: a gateway, then a worker, then Redis is killed while lines run; each line is answered once."""
     files = {"VLM_GATEWAY__FILES": f"file://{tmp_path_factory.mktemp('files')}"}
     victim = await fleet.worker()
     first, url = await fleet.processes.gateway(**files)
@@ -364,12 +362,12 @@ async def _batch_has(client, url, batch, num_completed, status=""):
             await asyncio.sleep(0.1)
 
 
-async def test_all_workers_killed_in_mid_stream_and_away_for_twenty_seconds(fleet):
+async def test_streams_continue_after_twenty_seconds_without_workers(fleet):
     await fleet.retire_workers()
     workers = [await fleet.worker() for _ in range(2)]
     async with streaming(fleet, 4, num_tokens=100) as clients:
         for worker in workers:
             await worker.end()
-        await asyncio.sleep(20.0)  # the fault itself
+        await asyncio.sleep(20.0)  # duration of the fault
         await fleet.worker()
     assert clients.history.outcomes() == {FINISHED: 4}

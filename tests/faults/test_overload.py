@@ -1,6 +1,6 @@
-"""Ten times as many requests as the fleet can serve: the accepted are served as fast as ever, the others are refused at once.
+"""P6 with ten times the load that the fleet can serve: accepted requests are as fast as ever, others refused at once.
 
-P6. Long form (`make faults`): a minute. Nothing of the engine is computed, so that its pace is the same on any machine.
+The long form (`make faults`) lasts a minute. The mock engine computes nothing, so its speed is the same everywhere.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from tests.faults.fleet import run_fleet
 from tests.long import IS_LONG
 
 NUM_SEATS = 4
-NUM_TOKENS = 10  #: at 20 ms each: the fleet serves almost 20 requests a second
-MAX_WAITING = 20  #: about a second's worth
+NUM_TOKENS = 10  #: at 20 ms each; the fleet serves almost 20 requests per second
+MAX_WAITING = 20  #: requests of about one second
 OVERLOAD_S = 60.0 if IS_LONG else 2.0
 AFTER_S = 15.0 if IS_LONG else 1.5
 
@@ -27,16 +27,16 @@ pytestmark = pytest.mark.timeout(300)
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request: when it was sent (`time.monotonic`), what it got, how long that took."""
+    """One request: when it was sent (`time.monotonic`), its status, and its duration."""
 
     sent_at: float
     status: int
     seconds: float
-    may_retry: bool  #: the answer says when to come back
+    may_retry: bool  #: the response has `retry-after`
 
 
 class LoadClient:
-    """Sends one request again and again over connections that are kept. It costs little: the fleet is measured."""
+    """Sends one request repeatedly over persistent connections, with little CPU time of its own."""
 
     def __init__(self, url: str) -> None:
         self._address = (httpx.URL(url).host, httpx.URL(url).port)
@@ -50,7 +50,7 @@ class LoadClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def shoot(self, shots: list[Shot]) -> None:
-        """One request and its answer."""
+        """Sends one request and reads the response."""
         sent_at = time.monotonic()
         reader, writer = (
             self._idle.pop() if self._idle else await asyncio.open_connection(*self._address)
@@ -63,7 +63,7 @@ class LoadClient:
         self._idle.append((reader, writer))
 
     async def closed(self, num_at_a_time: int, for_s: float) -> list[Shot]:
-        """So many at a time, which finds out what the fleet can do."""
+        """Keeps this many requests open, to measure the capacity of the fleet."""
         shots, until = list[Shot](), time.monotonic() + for_s
 
         async def shoot_on() -> None:
@@ -74,7 +74,7 @@ class LoadClient:
         return shots
 
     async def open(self, tasks: asyncio.TaskGroup, per_second: float, for_s: float) -> list[Shot]:
-        """So many a second, at random moments: how strangers come. The last answers may come after the return."""
+        """Sends this many requests per second at random times. Returns before the last responses have arrived."""
         shots, began_at, dice = list[Shot](), time.monotonic(), random.Random(0)
         due_at = began_at
         while due_at < began_at + for_s:
@@ -90,19 +90,19 @@ class LoadClient:
 
 
 def seconds_of(shots: list[Shot], status: int) -> list[float]:
-    """How long those with this status took, in order."""
+    """Returns the sorted durations of requests with this status."""
     return sorted(shot.seconds for shot in shots if shot.status == status)
 
 
 def goodput_of(shots: list[Shot], since: float = 0.0, until: float = float("inf")) -> float:
-    """Answers a second within a time. They come in groups of seats: from one's end to another's."""
+    """Returns successful responses per second in a period. They arrive in groups of `NUM_SEATS`."""
     all_ends = (shot.sent_at + shot.seconds for shot in shots if shot.status == 200)
     ends = sorted(end for end in all_ends if since <= end < until)
     return (len(ends) - NUM_SEATS) / (ends[-1] - ends[NUM_SEATS - 1])
 
 
 def quantile(values: list[float], ratio: float) -> float:
-    """Of sorted values."""
+    """`values` must be sorted."""
     return values[min(len(values) - 1, int(ratio * len(values)))]
 
 
@@ -114,7 +114,7 @@ async def test_ten_times_overload(tmp_path):
 
 
 async def overload(client: LoadClient) -> None:
-    """Play it, and compare with what the fleet does when it has only as much as it can serve."""
+    """Overloads the fleet, and compares it with itself at a load that it can serve."""
     alone = await client.closed(1, 1.0 if IS_LONG else 0.3)
     usual = quantile(seconds_of(alone, 200), 0.5)
     capacity = goodput_of(await client.closed(2 * NUM_SEATS, 5.0 if IS_LONG else 0.8))
@@ -139,7 +139,7 @@ async def overload(client: LoadClient) -> None:
     )
     assert {shot.status for shot in (*shots, *after)} <= {200, 503}
     assert all(shot.may_retry for shot in shots if shot.status == 503)
-    # Measured in turn: other work of the machine may fall into either.
+    # Measured one after another: other processes of the machine can affect each.
     assert goodput >= 0.8 * capacity
     assert quantile(refused, 0.5) < usual / 2
     assert quantile(refused, 0.99) < max(0.1, usual)

@@ -21,7 +21,7 @@ from tests.waiting import until
 NUM_WORKERS = 3
 NUM_STREAMS = 6
 WITHIN_S = 60.0
-#: A raylet waits 15 s for its agents, and a busy machine may need longer.
+#: A raylet waits 15 s for its agents, which can be too short on a busy machine.
 TRIES = 3
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 
@@ -31,7 +31,7 @@ pytestmark = long("faults")
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """Nodes as processes of this machine, of one processor each, so that each takes one worker; the head takes none."""
+    """Nodes as processes with one CPU each, so that each runs one worker; the head node runs none."""
     from ray.cluster_utils import Cluster  # noqa: PLC0415
 
     head = {**NODE, "num_cpus": 0, "include_dashboard": False}
@@ -75,7 +75,7 @@ async def test_a_node_killed_under_load_loses_no_stream_and_its_worker_returns(f
         [node, *_] = cluster.worker_nodes
         await asyncio.to_thread(cluster.remove_node, node, allow_graceful=False)
     assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
-    cluster.add_node(**NODE, wait=True)  # Ray sets signal handlers, so not in a thread
+    cluster.add_node(**NODE, wait=True)  # not in a thread, because Ray sets signal handlers
 
     async def is_back() -> bool:
         now = {worker.worker_id for worker in await registry.workers()}
@@ -89,7 +89,7 @@ async def test_a_node_killed_under_load_loses_no_stream_and_its_worker_returns(f
     await registry.close()
 
 
-def test_an_address_without_a_cluster_is_one_sentence():
+def test_an_address_without_a_cluster_is_a_clear_error():
     done = subprocess.run(
         [sys.executable, "-m", "vlm", "ray-workers", "--ray", "127.0.0.1:1"],
         cwd=ROOT, env={**os.environ, "VLM_REDIS_URL": "redis://127.0.0.1:1", "VLM_ENGINE__KIND": "mock"},

@@ -17,7 +17,7 @@ from tests.long import IS_LONG
 from tests.waiting import until
 
 NUM_STREAMS = 12
-#: Sentinels demote an old primary that is alive no earlier after a failover.
+#: Sentinels demote an old primary that is still alive only this long after a failover.
 DEMOTED_AFTER_S = 8.0
 
 
@@ -34,13 +34,13 @@ def sentinels(tmp_path: Path, redis_program: Path, request: pytest.FixtureReques
 
 @pytest.fixture
 async def fleet(sentinels: Sentinels) -> AsyncIterator[Fleet]:
-    """A gateway that asks the Sentinels for the primary."""
+    """A gateway that finds the primary by the Sentinels."""
     async with run_fleet_at(sentinels.url) as fleet:
         yield fleet
 
 
 async def test_a_primary_killed_in_mid_stream_loses_nothing(fleet: Fleet, sentinels: Sentinels):
-    """P4: the streams pause until a replica is the primary, and continue; with a Sentinel lost too."""
+    """P4: the streams pause until a replica is the primary and continue, even without one Sentinel."""
     await fleet.worker()
     await fleet.worker()
     primary = sentinels.primary()

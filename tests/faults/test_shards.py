@@ -1,4 +1,4 @@
-"""Three Redis servers as shards: a fault of one does not pause the streams of the others."""
+"""Three Redis servers as shards: a fault of one shard does not pause the streams of others."""
 
 import asyncio
 import os
@@ -24,20 +24,20 @@ from tests.waiting import until_equal, wait_for
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-#: The first is not the one that all requests without a key are on, where a key may have few.
+#: The first shard is not the one that serves all requests without a key.
 NAMES = "bac"
 NUM_STREAMS = 18
-#: Redis's own pauses and this machine's are shorter, the shortest fault is longer.
+#: Longer than pauses of Redis and of this machine, shorter than the shortest fault.
 SHORT_S = 1.5
 
 
 class ShardedFleet(Fleet):
-    """A fleet whose Redis is three servers."""
+    """A fleet with three Redis servers."""
 
     servers: list[EmbeddedRedis]
 
     async def at_rest(self) -> None:
-        """See `Fleet.at_rest`: on all servers that run."""
+        """See `Fleet.at_rest`; checks all servers that run."""
         for server in self.servers:
             if server.exit_code is None:
                 async with create_redis(RedisSettings(url=server.url)) as redis:
@@ -45,7 +45,7 @@ class ShardedFleet(Fleet):
                     await until_equal(read, [], 30.0)
 
     async def placed(self, server: EmbeddedRedis) -> set[str]:
-        """The requests of a server, by id, also those that have ended."""
+        """Returns the IDs of all requests of a server, including those that have ended."""
         async with create_redis(RedisSettings(url=server.url)) as redis:
             prefix = RedisKeys(PREFIX).requests(MODEL)
             return {key.decode()[len(prefix) :] async for key in redis.scan_iter(f"{prefix}*")}
@@ -53,7 +53,7 @@ class ShardedFleet(Fleet):
 
 @asynccontextmanager
 async def run_shards(folder: Path) -> AsyncIterator[ShardedFleet]:
-    """Three servers, a gateway and two workers."""
+    """Runs three servers, a gateway and two workers."""
     with ExitStack() as stack:
         servers = [EmbeddedRedis(folder / name) for name in NAMES]
         urls = []
@@ -63,14 +63,14 @@ async def run_shards(folder: Path) -> AsyncIterator[ShardedFleet]:
         async with run_fleet_at(",".join(urls), servers[0].url) as plain:
             fleet = ShardedFleet(plain.processes, plain.gateway, plain.url)
             fleet.servers = servers
-            for _ in range(2):  # they have seats for the streams of a test, and no more
+            for _ in range(2):  # exactly as many seats as a test has streams
                 await fleet.worker(VLM_ENGINE__MAX_NUM_SEQS=str(NUM_STREAMS // 2))
             yield fleet
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ShardedFleet]:
-    """Of all tests after which every server runs."""
+    """A fleet for tests that leave every server running."""
     async with run_shards(tmp_path_factory.mktemp("shards")) as fleet:
         yield fleet
 
@@ -81,20 +81,20 @@ def kill(server: EmbeddedRedis) -> None:
     wait_for(lambda: server.exit_code is not None)
 
 
-async def test_a_shard_that_returns_has_its_streams_continued_and_its_copies_cancelled(
+async def test_streams_of_a_returning_shard_continue_and_their_copies_are_cancelled(
     fleet: ShardedFleet,
 ):
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
     async with playing(fleet, texts, num_tokens=120) as clients:
         await tokens_seen(fleet, clients, texts, 10)
         kill(fleet.servers[2])
-        await asyncio.sleep(1.0)  # the fault's length
+        await asyncio.sleep(1.0)  # duration of the fault
         await asyncio.to_thread(fleet.servers[2].restart)
     assert clients.history.outcomes() == {FINISHED: NUM_STREAMS}
 
 
-async def test_streams_go_on_without_a_shard_that_is_killed_for_good(fleet: ShardedFleet):
-    """The last test of the fleet. It is the first shard, which gateways also know the workers from."""
+async def test_streams_continue_without_a_shard_that_stays_down(fleet: ShardedFleet):
+    """This is the last test of the fleet. It kills the first shard, which also has the worker registry."""
     victim, texts = fleet.servers[0], [fleet.name() for _ in range(NUM_STREAMS)]
     before = await fleet.placed(victim)
     async with playing(fleet, texts, num_tokens=120) as clients:

@@ -1,7 +1,7 @@
-"""Mixed traffic for as long as one likes, a fault a minute, and at the end everything as it was: `SOAK_SECONDS=3600`.
+"""Mixed traffic for any duration with a fault per minute; at the end, no resource has grown: `SOAK_SECONDS=3600`.
 
-Streams of random length, interactive and batch, of which some leave; each answer is checked token by token. The faults
-are those that no client may notice. Rounds overlap, so that each fault meets some of them at every point.
+Streams have random lengths, are interactive or batch, and some clients disconnect. Each answer is checked token by
+token. The faults are those that no client can notice. Rounds overlap, so that each fault meets some at every point.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.faults.rest import Resources, growth
 
 SOAK_S = float(os.environ.get("SOAK_SECONDS", "0"))
 FAULT_EVERY_S = 60.0
-NUM_LOOPS = 2  #: rounds at a time
+NUM_LOOPS = 2  #: concurrent rounds
 ROUND_SIZE = 6
 SEED = 1
 
@@ -35,14 +35,14 @@ pytestmark = [
 
 
 def faults_of(fleet: Fleet) -> list[Callable[[], Awaitable[None]]]:
-    """Those that no client may notice; they happen to the last worker."""
+    """Returns the faults that no client can notice; they affect the last worker."""
 
     async def kill_worker() -> None:
         await fleet.processes.all[-1].end()
         await fleet.worker()
 
     async def stop_worker() -> None:
-        """Beyond its lease: it comes back as a zombie."""
+        """Pauses a worker beyond its lease; it returns as a zombie."""
         worker = fleet.processes.all[-1]
         worker.signal(signal.SIGSTOP)
         await asyncio.sleep(2 * LEASE_S)
@@ -53,13 +53,13 @@ def faults_of(fleet: Fleet) -> list[Callable[[], Awaitable[None]]]:
         await asyncio.to_thread(fleet.processes.server.start)
 
     async def freeze() -> None:
-        """Redis is silent for longer than any time-out, with its connections open."""
+        """Redis is silent for longer than any timeout, with its connections open."""
         fleet.proxy.freeze()
         await asyncio.sleep(3.0)
         fleet.proxy.thaw()
 
     async def cut() -> None:
-        """A reply is lost, and all connections break."""
+        """A reply is lost, and all connections are reset."""
         fleet.proxy.drop_next_reply(PUBLISH.sha.encode())
         await asyncio.sleep(1.0)
         fleet.proxy.reset()
@@ -68,7 +68,7 @@ def faults_of(fleet: Fleet) -> list[Callable[[], Awaitable[None]]]:
 
 
 async def ask_round(fleet: Fleet, dice: random.Random) -> Counter[str]:
-    """Some requests that begin together, how they ended; every law must hold for them."""
+    """Sends some requests concurrently and checks all promises; counts them by their end."""
     clients = Clients()
     await asyncio.gather(
         *(
@@ -126,7 +126,7 @@ async def test_soak(tmp_path):
 
 
 async def has_forgotten(fleet: Fleet) -> bool:
-    """Whether no key of any request is left."""
+    """Returns whether no key of any request is left."""
     keys = [key async for key in fleet.redis.scan_iter(f"{PREFIX}:*:request:*", count=1000)]
     keys += [key async for key in fleet.redis.scan_iter(f"{PREFIX}:*:log:*", count=1000)]
     return not keys

@@ -1,4 +1,4 @@
-"""A real llama-server, vLLM or SGLang behind the fleet: worker, server or both are killed in the middle of a stream."""
+"""A real llama-server, vLLM or SGLang behind the fleet: worker, server or both are killed during a stream."""
 
 import asyncio
 import json
@@ -22,14 +22,14 @@ from tests.long import long
 
 pytestmark = [long("faults"), pytest.mark.timeout(600)]
 
-#: What writes a model, and what runs its server, by the engine's name.
+#: The functions that write a model and run its server, by the name of the engine.
 GPU_SERVERS = {
     "vllm": (vllm.write_model, vllm.run_vllm),
     "sglang": (sglang.write_model, sglang.run_sglang),
 }
 NUM_TOKENS = 60
-PAUSE_S = 0.03  #: before each event of the server, so that a stream has a middle
-#: Greedy, and without bytes within characters, whose ids llama-server does not report.
+PAUSE_S = 0.03  #: before each event of the server, so that streams last long enough
+#: Greedy, and without partial characters, whose token IDs llama-server does not report.
 BODY = {
     "model": "tiny", "prompt": "hello", "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True,
     "stream_options": {"include_usage": True}, "logit_bias": {str(i): -100 for i in range(131, 259)},
@@ -38,7 +38,7 @@ BODY = {
 
 @dataclass
 class SlowProxy:
-    """Passes a server's events on with pauses. `target` is the server's port."""
+    """Forwards a server's events with pauses. `target` is the server's port."""
 
     port: int = 0
     target: int = 0
@@ -57,7 +57,7 @@ class SlowProxy:
 async def _copy(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pause_s: float = 0.0
 ) -> None:
-    """Copy until an end has disconnected, and disconnect the other."""
+    """Copies until one side has disconnected, then disconnects the other."""
     try:
         with suppress(OSError):
             while data := await reader.read(65536):
@@ -100,7 +100,7 @@ async def start_worker(
 
 
 async def read(url: str, middle: asyncio.Event) -> tuple[str, int]:
-    """Text and number of tokens of one answer. Sets `middle` after a third of it."""
+    """Returns text and number of tokens of one answer. Sets `middle` after a third of it."""
     text, num_tokens, num_chunks = "", 0, 0
     async with (
         httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S) as client,
@@ -121,10 +121,10 @@ async def read(url: str, middle: asyncio.Event) -> tuple[str, int]:
 
 
 def start_server(stack: AsyncExitStack, kind: str, model: Path) -> tuple[int, Callable[[], None]]:
-    """Its port, and what kills it."""
+    """Starts a server; returns its port, and a function that kills it."""
     if kind in GPU_SERVERS:
         url, server = stack.enter_context(GPU_SERVERS[kind][1](model))
-        [child] = psutil.Process(server.pid).children()  # of the guard
+        [child] = psutil.Process(server.pid).children()  # the child of the guard process
         kill = partial(os.killpg, child.pid, signal.SIGKILL)
     else:
         url, process = stack.enter_context(run_llama_server(model))

@@ -1,6 +1,6 @@
-"""Faults where vectors are made and kept: a worker in its batch, the search process while it writes, Redis, overload.
+"""Faults of embeddings and vector stores: a worker in its batch, the search process during a write, Redis, overload.
 
-The long form plays more of them, and longer. Each test ends with all promises checked, and with what stores hold.
+The long form plays more and longer faults. Each test ends by checking all promises and the contents of stores.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ async def fleet(place, tmp_path_factory) -> AsyncIterator[Fleet]:
 
 @asynccontextmanager
 async def writing(fleet: Fleet) -> AsyncIterator[StoreClients]:
-    """Writers of one store while the block plays a fault; then it holds what it must."""
+    """Clients write to one store while the block plays a fault; then its contents are checked."""
     stores = StoreClients(fleet.url)
     await stores.create()
     is_over = False
@@ -66,7 +66,7 @@ async def writing(fleet: Fleet) -> AsyncIterator[StoreClients]:
 
 
 async def acknowledged(fleet: Fleet, stores: StoreClients, count: int) -> None:
-    """Wait until so many writes more have been acknowledged."""
+    """Waits until `count` further writes have been acknowledged."""
     wanted = stores.num_acknowledged + count
 
     async def are_there() -> bool:
@@ -75,8 +75,8 @@ async def acknowledged(fleet: Fleet, stores: StoreClients, count: int) -> None:
     await fleet.until(are_there)
 
 
-async def test_a_worker_killed_in_a_batch_loses_no_vector_and_doubles_none(fleet):
-    """P2, P3, P4, P8: a request of several calls among them."""
+async def test_a_worker_killed_in_a_batch_loses_and_repeats_no_vector(fleet):
+    """P2, P3, P4, P8, including a request that is split into several calls."""
     victim = await fleet.worker(command=FAULTY_POOLING)
     texts = [fleet.name("!kill-batch"), *(fleet.name() for _ in range(3))]
     clients = VectorClients()
@@ -89,8 +89,8 @@ async def test_a_worker_killed_in_a_batch_loses_no_vector_and_doubles_none(fleet
 
 @long("faults")
 @pytest.mark.parametrize("fault", ["search", "silent search", "worker", "redis"])
-async def test_what_a_store_acknowledged_is_there_whatever_is_killed(fleet, search, fault):
-    """Writers get 503 meanwhile, try again, and nothing is there twice or in part."""
+async def test_acknowledged_items_survive_any_kill(fleet, search, fault):
+    """Meanwhile writers get 503 and retry; nothing is stored twice or in part."""
     await fleet.retire_workers()
     victim = await fleet.worker(command=FAULTY_POOLING)
     async with writing(fleet) as stores:
@@ -100,7 +100,7 @@ async def test_what_a_store_acknowledged_is_there_whatever_is_killed(fleet, sear
                 await asyncio.to_thread(search.start)
             elif fault == "silent search":
                 search.signal(signal.SIGSTOP)
-                await asyncio.sleep(5.0)  # the fault itself
+                await asyncio.sleep(5.0)  # duration of the fault
                 search.signal(signal.SIGCONT)
             elif fault == "worker":
                 await victim.end()

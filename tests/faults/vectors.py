@@ -1,6 +1,6 @@
-"""Clients that ask for vectors and write stores, and what they must find: the oracle of `history` for both.
+"""Clients that request vectors and write to stores, with the oracle of `history` for both.
 
-A vector is a token of its answer: whole, in order, its own, once. Of a store the laws are its own.
+A vector counts as a token of its answer: complete, in order, and delivered once. Stores have their own checks.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ STORES = "/v1/vector_stores"
 
 
 def texts_of(name: str, count: int) -> list[str]:
-    """The inputs of a request, by its name."""
+    """Returns the inputs of a request, by its name."""
     return [f"{name} part {number}" for number in range(count)]
 
 
@@ -31,7 +31,7 @@ class VectorClients(Clients):
     """Clients of `/v1/embeddings`."""
 
     async def ask(self, url: str, text: str, *, num_inputs: int = 3, **_: Any) -> None:
-        """One request for vectors, named by the words that all its inputs begin with."""
+        """Sends one request for vectors; all its inputs begin with `text`."""
         inputs = texts_of(text, num_inputs)
         expected = [_encode(vector_of(each)) for each in inputs]
         body = {"model": MODEL, "input": inputs, "encoding_format": "base64"}
@@ -51,29 +51,29 @@ def _encode(vector: Sequence[float]) -> str:
 
 @dataclass(slots=True)
 class Write:
-    """Items by id, written together."""
+    """Items that are written together, by ID."""
 
     texts: Mapping[str, str]
     is_acknowledged: bool = False
 
 
 class StoreClients:
-    """Writers of one store, and a reader of all that it holds."""
+    """Writers of one store, and a reader of its contents."""
 
     def __init__(self, url: str) -> None:
-        self.writes: list[Write] = []  #: in their order; those of one id come one after another
+        self.writes: list[Write] = []  #: in order; writes to one ID do not overlap
         self.refusals: list[int] = []
         self.num_acknowledged = 0
         self.id = ""
         self._client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=WITHIN_S)
 
     async def create(self) -> None:
-        """The store."""
+        """Creates the store."""
         answer = await self._client.post(STORES, json={"embedding_model": MODEL})
         self.id = answer.raise_for_status().json()["id"]
 
     async def write(self, texts: Mapping[str, str]) -> bool:
-        """Write items; whether they were acknowledged. A refusal says when to come back."""
+        """Writes items; returns whether they were acknowledged. A refusal has `retry-after`."""
         write = Write(texts)
         self.writes.append(write)
         items = [{"id": name, "text": text} for name, text in texts.items()]
@@ -87,7 +87,7 @@ class StoreClients:
         return write.is_acknowledged
 
     async def write_until(self, name: str, is_over: Callable[[], bool]) -> None:
-        """Batches of two new items and one that is replaced each time; refused ones again, or not."""
+        """Writes batches of two new items and one that is replaced each time; a refused batch is sometimes repeated."""
         number = 0
         while not is_over():
             ids = [f"{name} {number}", f"{name} {number}'s", f"{name} latest"]
@@ -95,11 +95,11 @@ class StoreClients:
             if not await self.write(texts):
                 await asyncio.sleep(0.3)
                 if number % 2:
-                    continue  # the same again
+                    continue  # repeats the batch
             number += 1
 
     async def check(self) -> None:
-        """What is stored keeps all laws, and is found by its own vector. Raises: AssertionError."""
+        """Checks all stored items, and finds each by its vector. Raises: AssertionError."""
         stored, after = [], ""
         while True:
             params = {"limit": 100, "after": after, "include": "embedding"}
@@ -126,11 +126,11 @@ class StoreClients:
         return (await self._client.get(path, params=params)).raise_for_status().json()
 
     async def close(self) -> None:
-        """Hang up."""
+        """Closes the connections."""
         await self._client.aclose()
 
     def _violations(self, stored: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Every broken law of a store, in words."""
+        """Describes every violation."""
         found: dict[str, list[str]] = defaultdict(list)
         for item in stored:
             found[item["id"]].append(item["content"][0]["text"])
@@ -144,7 +144,7 @@ class StoreClients:
         return broken + self._torn({name: texts[0] for name, texts in found.items()})
 
     def _allowed(self) -> dict[str, set[str]]:
-        """What an id may be: as last acknowledged, or by a later write whose answer did not come."""
+        """Returns the possible texts of each ID: the last acknowledged one, and those of unanswered later writes."""
         allowed: dict[str, set[str]] = {}
         for write in self.writes:
             for name, text in write.texts.items():
@@ -155,7 +155,7 @@ class StoreClients:
         return allowed
 
     def _torn(self, found: Mapping[str, str]) -> list[str]:
-        """Writes of which a part is there, and no later write can have replaced the rest."""
+        """Returns writes that are stored only in part, although no later write can have replaced the other items."""
         broken, replaced = [], set[str]()
         for write in reversed(self.writes):
             kept = {

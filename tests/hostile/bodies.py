@@ -1,4 +1,4 @@
-"""Attacks that are one body of a chat request each, by what they are made of."""
+"""Attacks by the body of one chat request, grouped by kind."""
 
 import base64
 import itertools
@@ -12,7 +12,7 @@ from tests.faults.processes import MODEL
 from tests.gateway.api.test_refusals import FIELDS
 from tests.hostile.fleet import CANARY
 
-#: A body as JSON or as bytes, and the statuses that it may get.
+#: A body as JSON or bytes, and the allowed statuses.
 Attack = tuple[dict[str, Any] | bytes, set[int]]
 
 BAD, FINE, EITHER = {400}, {200}, {200, 400}
@@ -41,7 +41,7 @@ def values(name: str, *values: Any, statuses: set[int] = BAD) -> list[Attack]:
 
 
 def samplings() -> Iterator[Attack]:
-    """Every sampling parameter with every shape of answer: no two of them meet in an engine that fails."""
+    """Combines every sampling parameter with every kind of answer, to find pairs that fail in an engine."""
     shapes = [
         {}, {"n": 2}, {"stop": [" "]}, {"logprobs": True, "top_logprobs": 3}, {"stream": True},
     ]  # fmt: skip
@@ -61,9 +61,9 @@ def turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-#: Each row is made when it is played: some take seconds.
+#: Each row is generated when it is used, because some take seconds.
 BODIES: dict[str, Callable[[], Iterable[Attack]]] = {
-    # Refused at the door, or let in for a decoder to judge.
+    # Refused by the gateway, or accepted and left to a decoder.
     "images": lambda: [
         *[(encoded_image(case.make()), BAD if case.door else EITHER) for case in CASES],
         (encoded_image(png(ihdr(1, 65_500))), BAD),
@@ -84,7 +84,7 @@ BODIES: dict[str, Callable[[], Iterable[Attack]]] = {
         "http://x/\r\nHost: y", "//host/x.png", "https://" + "x" * 70_000,
         "file:///etc/passwd", "ftp://x/y", "gopher://x", "dict://x", "HTTP://x/y", "javascript:alert(1)",
     )],
-    # The gateway's own table; its limits are smaller than those of this fleet.
+    # The gateway's own table, whose limits are smaller than those of this fleet.
     "fields": lambda: [({**body(), **row[1]}, {row[2], 200}) for row in FIELDS],
     "values": lambda: [
         *values("an_unknown_field", 1, statuses=FINE), *values("max_tokens", 32_000, statuses=EITHER),

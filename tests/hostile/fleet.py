@@ -1,4 +1,4 @@
-"""A fleet under attack: real processes, two tenants, a canary that runs beside every attack, and what must hold after it."""
+"""A fleet under attack: real processes, two tenants, a canary request beside every attack, and checks afterwards."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from tests.faults.processes import MODEL, PREFIX, ROOT, Process, Processes, run_
 from tests.faults.rest import MIB, Resources, growth, redis_leftovers
 from tests.waiting import until_equal
 
-CANARY = "cAnArY7"  #: in every attack; nobody may say it again
+CANARY = "cAnArY7"  #: in every attack; no response, log or metric may contain it
 KEYS = {"a": f"sk-a-{secrets.token_hex(8)}", "b": f"sk-b-{secrets.token_hex(8)}"}
 JSON_TYPE = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
@@ -23,7 +23,7 @@ NUM_CANARY_TOKENS = 12
 WITHIN_S = 15.0
 MAX_ERROR_BYTES = 4096
 MAX_GROWTH_BYTES = 32 * MIB
-#: What errors may show of the inside: nothing.
+#: Internals that errors must not reveal.
 INSIDE = re.compile(
     rb"0x[0-9a-f]{6,}|Traceback|/usr/|site-packages|faults:\{|" + str(ROOT).encode()
 )
@@ -32,7 +32,7 @@ _SOURCES = [
     path.read_text() for part in ("gateway", "shared") for path in (ROOT / part).rglob("*.py")
 ]
 _WORDS = {word for source in _SOURCES for word in re.findall(r'"([a-z_]+)"', source)}
-#: By label: the values that the fleet itself may give it, which stand in its source as they are.
+#: By label: the values that the fleet itself uses, taken from its source.
 OUR_WORDS = {
     "outcome": _WORDS,
     "reason": _WORDS,
@@ -44,7 +44,7 @@ ENCODED = re.compile(r"[A-Za-z0-9+/]{256,}")
 
 
 class HostileFleet:
-    """The gateway and the worker under attack. `client` and `other` are two tenants', `stranger` has no key."""
+    """The gateway and the worker under attack. `client` and `other` are tenants; `stranger` has no key."""
 
     def __init__(self, processes: Processes, gateway: Process, worker: Process, url: str) -> None:
         self.processes = processes
@@ -52,7 +52,7 @@ class HostileFleet:
         self.gateway, self.worker, self.url = gateway, worker, url
         self.client, self.other = (_client(url, key) for key in KEYS.values())
         self.stranger = _client(url, "")
-        self.labels: set[tuple[str, str]] = set()  #: of all series after the first answers
+        self.labels: set[tuple[str, str]] = set()  #: of all series after the first responses
         self._num_read = {"gateway": 0, "worker": 0}
         self._numbers = iter(range(10**6))
 
@@ -61,7 +61,7 @@ class HostileFleet:
         return int(self.url.rpartition(":")[2])
 
     async def knows(self, model: str) -> None:
-        """Wait until the gateway lists a model."""
+        """Waits until the gateway lists a model."""
 
         async def status() -> int:
             return (await self.client.get(f"/v1/models/{model}")).status_code
@@ -69,7 +69,7 @@ class HostileFleet:
         await until_equal(status, 200, WITHIN_S)
 
     async def learn_labels(self) -> None:
-        """What metrics hold from here on is known."""
+        """Records the current labels of metrics as known."""
         self.labels = labels((await self.client.get("/metrics")).text)
         document = (await self.client.get("/openapi.json")).json()
         self.labels |= {("route", path) for path in document["paths"]}
@@ -78,7 +78,7 @@ class HostileFleet:
         }
 
     async def canary(self) -> None:
-        """A greedy answer, whole and unchanged."""
+        """Checks that a greedy answer is complete and unchanged."""
         text = f"canary {next(self._numbers)}"
         response = await self.client.post(CHAT, json=body_of(text, NUM_CANARY_TOKENS))
         events = response.text.removesuffix("\n\n").split("\n\n")
@@ -88,7 +88,7 @@ class HostileFleet:
         assert tuple(tokens) == answer_to(text, NUM_CANARY_TOKENS)
 
     async def talk(self, *pieces: bytes) -> bytes:
-        """What comes back for raw bytes until the gateway hangs up or says no more."""
+        """Sends raw bytes; returns what the gateway sends until it closes the connection or stays silent."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             for piece in pieces:
@@ -102,7 +102,7 @@ class HostileFleet:
             writer.close()
 
     async def holds(self) -> None:
-        """What must hold after an attack, beside what `check` asks of each answer."""
+        """Checks what must hold after an attack, in addition to `check` for each response."""
         assert (self.gateway.process.returncode, self.worker.process.returncode) == (None, None)
         assert (await self.stranger.get("/readyz")).status_code == 200
         await until_equal(lambda: redis_leftovers(self.redis, PREFIX), [], WITHIN_S)
@@ -113,7 +113,7 @@ class HostileFleet:
         assert came == set(), came
 
     async def has_not_grown(self, before: list[Resources], kept_bytes: int) -> None:
-        """Memory, threads, files and connections are what they were, once the last client is gone."""
+        """Checks that memory, threads, files and connections are as before, after the last client has disconnected."""
         await self.close()
         allowed = (MAX_GROWTH_BYTES, MAX_GROWTH_BYTES + kept_bytes)
 
@@ -133,7 +133,7 @@ class HostileFleet:
         for process in (self.gateway, self.worker):
             begin, self._num_read[process.name] = self._num_read[process.name], len(process.lines)
             for line in process.lines[begin:]:
-                # One object a line, whatever a client sent.
+                # One JSON object per line, for any input of clients.
                 assert line.startswith('{"time": "'), line
                 assert line.endswith("}\n")
                 assert CANARY not in line
@@ -146,13 +146,13 @@ class HostileFleet:
 
 
 def labels(metrics: str) -> set[tuple[str, str]]:
-    """Every name of a label with every value that it has."""
+    """Returns all pairs of a label name and a value."""
     lines = (line for line in metrics.splitlines() if not line.startswith("#"))
     return {pair for line in lines for pair in _LABEL.findall(line)}
 
 
 def unknown_labels(metrics: str, known: set[tuple[str, str]]) -> set[tuple[str, str]]:
-    """Those that came since and are no end or reason of ours; each of these makes its series when it first comes."""
+    """Returns new label values that are neither outcomes nor reasons of ours."""
     came = labels(metrics) - known
     return {(name, value) for name, value in came if value not in OUR_WORDS.get(name, ("other",))}
 
@@ -163,7 +163,7 @@ def _client(url: str, key: str) -> httpx.AsyncClient:
 
 
 def check(response: httpx.Response, statuses: set[int]) -> None:
-    """A documented status, an error of OpenAI's shape that echoes nothing and shows nothing."""
+    """Checks for a documented status, and an error in OpenAI's format without echoed input and internals."""
     assert response.status_code in statuses, (response.status_code, response.text[:500])
     assert not INSIDE.search(response.content)
     if response.status_code >= 400:
@@ -177,9 +177,9 @@ def check(response: httpx.Response, statuses: set[int]) -> None:
 async def run_hostile_fleet(
     folder: Path, *, kept_bytes: int = 0, **more: str
 ) -> AsyncIterator[HostileFleet]:
-    """Start it, and learn what it holds at rest; at the end, that attacks have left nothing.
+    """Runs a fleet and records its resources at rest; at the end, checks that attacks have left nothing.
 
-    `kept_bytes`: what the worker may keep of them. `more`: variables of the gateway.
+    `kept_bytes`: memory that the worker can keep. `more`: variables of the gateway.
     """
     async with run_processes(folder) as processes:
         variables = {"VLM_LOGS__FORMAT": "json", "VLM_ENGINE__MOCK__DECODE_S": "0.001"}

@@ -1,8 +1,7 @@
-"""Every attack that a client can make over the wire, on real processes; after each, all that must hold still holds.
+"""Every attack that a client can make over the wire, on real processes, with checks after each.
 
-A greedy request runs beside each attack and must be answered as
-if there were none; the processes live and are ready; nothing is left in Redis; logs and metrics hold nothing of the
-attack.
+A greedy request runs beside each attack and must get the usual answer. The processes stay alive and ready, Redis has no
+leftovers, and logs and metrics contain nothing of the attack.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ from tests.hostile.wires import GET, POST, WIRES
 from tests.long import IS_LONG, long
 from tests.schemas.hostile import HOSTILE
 
-#: `make hostile` plays every row; other runs those that stand for the rest.
+#: `make hostile` runs every row; other targets run these representative ones.
 SHORT = {"media types", "urls", "values", "samplings", "json", "text"}
 SHORT |= {"targets and hosts", "smuggling", "chunks", "protocols"}
 BODY_ROWS = [row for row in BODIES if IS_LONG or row in SHORT]
@@ -63,9 +62,9 @@ async def test_bytes_on_the_wire(fleet: HostileFleet, row: str) -> None:
 
 @in_the_long_form
 async def test_schemas(tmp_path) -> None:
-    """Each is refused by the name of its field, or its answer conforms to it."""
+    """Each one is refused by the name of its field, or the answer conforms to it."""
     kinds = ("json", "regex", "choice")
-    compiled_bytes = 128 * MIB  # that a worker keeps
+    compiled_bytes = 128 * MIB  # kept by the worker
     async with run_hostile_fleet(tmp_path, kept_bytes=compiled_bytes) as fleet, under_attack(fleet):
         for kind, source in HOSTILE:
             if kind not in kinds:
@@ -83,7 +82,7 @@ async def test_schemas(tmp_path) -> None:
 
 
 async def test_without_a_known_key_nothing_is_answered(fleet: HostileFleet) -> None:
-    """Odd keys, on every path of the document and beside it."""
+    """Odd keys, on every documented path and on others."""
     paths = (await fleet.client.get("/openapi.json")).json()["paths"]
     values = ["", "Bearer", "Basic eA==", "Bearer ' OR 1=1--", "Bearer *", "Bearer apikey:*",
               b"Bearer sk-\xff\xfe", "Bearer " + "x" * 20_000, "Bearer ../" + CANARY]  # fmt: skip
@@ -103,7 +102,7 @@ async def test_without_a_known_key_nothing_is_answered(fleet: HostileFleet) -> N
 
 
 async def test_tenants_do_not_see_each_other(fleet: HostileFleet) -> None:
-    """Another tenant's answer is a 404, as is one that was never there."""
+    """Another tenant's answer is a 404, like one that never existed."""
     async with under_attack(fleet):
         body = body_of("mine", 4)
         mine = await fleet.client.post(CHAT, json=body, headers={"x-vlm-resumable": "true"})
@@ -116,7 +115,7 @@ async def test_tenants_do_not_see_each_other(fleet: HostileFleet) -> None:
 
 
 async def test_no_url_is_fetched(fleet: HostileFleet) -> None:
-    """With remote images off no packet leaves, from an image or from a text."""
+    """With remote images disabled, neither an image nor a text causes a connection."""
     asked = asyncio.Event()
     async with await asyncio.start_server(lambda *_: asked.set(), "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/{CANARY}.png"
@@ -130,16 +129,16 @@ async def test_no_url_is_fetched(fleet: HostileFleet) -> None:
 
 
 @in_the_long_form
-async def test_slow_and_silent_clients_are_hung_up_on(fleet: HostileFleet) -> None:
-    """Connections without a word, headers and bodies that stop."""
+async def test_slow_and_silent_clients_are_disconnected(fleet: HostileFleet) -> None:
+    """Silent connections, and headers and bodies that stop."""
     pieces = [b"", GET[:40], POST + b"content-length: 9\r\n\r\n{"]
     async with under_attack(fleet):
         await asyncio.gather(*(fleet.talk(piece) for piece in pieces * 10))
 
 
 @in_the_long_form
-async def test_names_and_paths_make_no_series(fleet: HostileFleet) -> None:
-    """Random paths, methods, models and request ids."""
+async def test_names_and_paths_create_no_metric_series(fleet: HostileFleet) -> None:
+    """Random paths, methods, models and request IDs."""
     async with under_attack(fleet):
         for number in range(40):
             name = f"{CANARY}{number}"
@@ -153,8 +152,8 @@ async def test_names_and_paths_make_no_series(fleet: HostileFleet) -> None:
             assert CANARY not in response.headers["x-request-id"]
 
 
-async def test_guessing_keys_locks_out_nobody(fleet: HostileFleet) -> None:
-    """The last of all: from here on this address is told to wait."""
+async def test_guessing_keys_does_not_lock_out_other_clients(fleet: HostileFleet) -> None:
+    """The last test: from here on, this address is limited."""
     async with under_attack(fleet):
         for number in range(100):
             guess = {"authorization": f"Bearer sk-{number}"}

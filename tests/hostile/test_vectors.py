@@ -1,6 +1,6 @@
-"""Attacks on vectors and stores that weigh something, on real processes, search process included (`make hostile`).
+"""Large attacks on vectors and stores, on real processes including the search process (`make hostile`).
 
-What must hold after each is that of `test_attacks`; what is refused for its form alone is in
+The checks after each are those of `test_attacks`. Refusals of wrong formats are tested in
 `gateway/api/test_embeddings.py` and `test_vector_stores.py`.
 """
 
@@ -26,7 +26,7 @@ EMBEDDINGS, RERANK, STORES, FILES = "/v1/embeddings", "/v1/rerank", "/v1/vector_
 ITEMS, SEARCH = "/v1/vector_stores/{store}/items", "/v1/vector_stores/{store}/search"
 VECTOR = [1.0] * 64
 
-#: Method, path, body as JSON or as bytes, and the statuses that it may get.
+#: Method, path, body as JSON or bytes, and the allowed statuses.
 Attack = tuple[str, str, Any, set[int]]
 
 
@@ -71,7 +71,7 @@ ATTACKS: list[Attack] = [
     put({"id": "a", "text": "x" * 10_000_000}, statuses={413}), search("x" * 10_000_000, 413),
     ("POST", RERANK, {"model": MODEL, "query": "x" * 10_000_000, "documents": ["x"]}, {413}),
     ("POST", RERANK, {"model": MODEL, "query": "x", "documents": ["x"] * 1001}, {400}),
-    # vectors that are no numbers
+    # vectors with invalid numbers
     *[put({"id": "a", "embedding": vector}, statuses={400}) for vector in NO_NUMBERS],
     *[("PUT", ITEMS, b'{"items":[{"id":"a","embedding":[%b]}]}' % word, {400})
       for word in (b"NaN", b"-Infinity", b"1e999", b"1e", b"0x1")],

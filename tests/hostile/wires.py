@@ -1,4 +1,4 @@
-"""Attacks that no HTTP library would send: raw bytes, and how the gateway's first line must begin."""
+"""Attacks that no HTTP library would send: raw bytes, and the expected status of the gateway."""
 
 from tests.hostile.fleet import CANARY, CHAT, KEYS
 
@@ -8,7 +8,7 @@ JSON = b"content-type: application/json\r\n"
 GET = b"GET /v1/models HTTP/1.1\r\n" + HOST
 POST = b"POST " + CHAT.encode() + b" HTTP/1.1\r\n" + HOST + JSON
 END = b"\r\n"
-#: What is sent, and the statuses that it may get; 0: hung up on without a word.
+#: Bytes to send, and the allowed statuses; 0: the connection is closed without a response.
 Wire = tuple[bytes, set[int]]
 
 

@@ -1,4 +1,4 @@
-"""Deployments by the command line, on a fleet of processes, and load of which not one request may fail."""
+"""Deployments by the command line on a fleet of processes, and load of which no request may fail."""
 
 import re
 import threading
@@ -18,7 +18,7 @@ WITHIN_S = 60.0
 
 
 class Deployer:
-    """A fleet, and the commands of who deploys."""
+    """A fleet, and the commands of a user who deploys."""
 
     def __init__(self, fleet: Served, folder: Path, within_s: float = WITHIN_S) -> None:
         self.fleet = fleet
@@ -53,7 +53,7 @@ class Deployer:
     def instances(self, name: str = "cap") -> list[psutil.Process]:
         found = []
         for process in self.fleet.family():
-            with suppress(psutil.NoSuchProcess):  # it may end at any time
+            with suppress(psutil.NoSuchProcess):  # can end at any time
                 if "worker" in process.cmdline():
                     package = environment_of(process).get("VLM_WORKER__PACKAGE", "")
                     found += [process] if package.startswith(f"{name}@") else []
@@ -61,7 +61,7 @@ class Deployer:
 
 
 class Load:
-    """Requests one after another, whole and streamed, until the block ends; each names one package."""
+    """Sends requests one after another, with and without a stream, until the block ends; each names one package."""
 
     def __init__(self, url: str) -> None:
         self.packages: list[str] = []

@@ -1,4 +1,4 @@
-"""A fleet as real processes, started by `vlm serve` and found by what its screen says."""
+"""A fleet of real processes, started by `vlm serve` and found by its output."""
 
 import os
 import pty
@@ -20,7 +20,7 @@ SAMPLE = ROOT / "engines" / "packages" / "shapes" / "samples" / "shapes.png"
 
 
 class Served:
-    """A running `vlm serve` and what its screen says."""
+    """A running `vlm serve` and its output."""
 
     def __init__(self, process: subprocess.Popen[str], screen: str) -> None:
         self.process = process
@@ -29,7 +29,7 @@ class Served:
 
     @classmethod
     def start(cls, command: list[str], cwd: Path = ROOT, **variables: str) -> Self:
-        """Run a command that serves; returns when its screen is complete."""
+        """Runs a command that serves; returns when its output is complete."""
         process = subprocess.Popen(
             command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(cwd), **variables}, text=True,
             stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -44,12 +44,12 @@ class Served:
 
     @property
     def curl(self) -> str:
-        """The command that the screen offers for pasting."""
+        """The `curl` command in the output."""
         screen = self.screen
         return screen[screen.index("curl ") : screen.index("\nEOF")] + "\nEOF\n"
 
     def family(self) -> list[psutil.Process]:
-        """The processes that live."""
+        """Returns the running processes."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         return [child for child in children if _lives(child)]
 
@@ -75,7 +75,7 @@ class Served:
         self.process.kill()
         self.process.wait()
         for process in family:
-            with suppress(psutil.NoSuchProcess):  # it may end by itself meanwhile
+            with suppress(psutil.NoSuchProcess):  # can end by itself
                 process.kill()
         assert self.process.stderr is not None
         self.process.stderr.close()
@@ -84,7 +84,7 @@ class Served:
 def start_fleet(
     data_dir: Path, *arguments: str, engine: str = "mock", cwd: Path = ROOT, **variables: str
 ) -> Served:
-    """Start `vlm serve` on a free port; returns when its screen is complete."""
+    """Starts `vlm serve` on a free port; returns when its output is complete."""
     return Served.start(
         [sys.executable, "-m", "vlm", "serve", "--engine", engine, "--port", "0",
          "--data-dir", str(data_dir), *arguments],
@@ -100,7 +100,7 @@ def is_ready(url: str) -> bool:
 
 
 def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.CompletedProcess[str]:
-    """Run one `vlm` command to its end."""
+    """Runs one `vlm` command to its end."""
     return subprocess.run(
         [sys.executable, "-m", "vlm", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=timeout, **options,
@@ -108,7 +108,7 @@ def run_vlm(*arguments: str, timeout: float = 60, **options) -> subprocess.Compl
 
 
 def invoke_vlm(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`run_vlm` in this process, which spares the imports: for tests that are not about the command itself."""
+    """As `run_vlm`, but in this process without the imports, for tests that do not test the command itself."""
     done = CliRunner().invoke(vlm.app, arguments, env=variables)
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
@@ -116,7 +116,7 @@ def invoke_vlm(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def run_vlm_on_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
-    """Run one `vlm` command on a terminal; returns its exit code and what it shows."""
+    """Runs one `vlm` command on a terminal; returns its exit code and output."""
     master, slave = pty.openpty()
     with open(master, "rb", buffering=0) as screen:
         process = subprocess.Popen(
@@ -125,14 +125,14 @@ def run_vlm_on_terminal(*arguments: str, **variables: str) -> tuple[int, str]:
         )  # fmt: skip
         os.close(slave)
         shown = b""
-        with suppress(OSError):  # of its end
+        with suppress(OSError):  # raised at its end
             while piece := screen.read(65536):
                 shown += piece
     return process.wait(), shown.decode()
 
 
 def _command_line(process: psutil.Process) -> list[str]:
-    """Of one that may end meanwhile."""
+    """Returns an empty list if the process has ended."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Adapters of a fleet: named at the start or loaded by an operator, asked for by `model:adapter`, on whichever worker."""
+"""LoRA adapters of a fleet: configured or loaded by an operator, requested as `model:adapter`, on any worker."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Where adapters may be loaded from."""
+    """The folder from which adapters can be loaded."""
     for name in ("sql", "poet"):
         write(tmp_path / "adapters" / name, name)
     write(tmp_path / "elsewhere", "elsewhere")
@@ -49,14 +49,14 @@ async def gateway(redis_server: str, redis_prefix: str) -> AsyncIterator[Running
 
 @asynccontextmanager
 async def serving(gateway: RunningGateway, ends: Ends, worker_id: str = "w", **options: Any):
-    """A worker that the gateway knows."""
+    """Runs a worker and waits until the gateway lists it."""
     async with run_worker(ends, worker_id, **options) as worker:
         await until_known(gateway, lambda: MODEL in gateway.services.models.cards)
         yield worker
 
 
 async def until_known(gateway: RunningGateway, is_true: Callable[[], bool]) -> None:
-    """Until what the gateway knows of models is so."""
+    """Refreshes the gateway's models until the condition is true."""
 
     async def is_so() -> bool:
         await gateway.services.models.refresh()
@@ -116,7 +116,7 @@ async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
         plain = text(await ask(gateway))
         loaded = await load(gateway, "sql", "sql")
         assert loaded.status_code == 200
-        assert loaded.text.startswith("Success: ")  # as vLLM
+        assert loaded.text.startswith("Success: ")  # as in vLLM
         answers = await asyncio.gather(*(ask(gateway, f"{MODEL}:sql") for _ in range(8)))
         [changed] = {text(answer) for answer in answers}
         assert changed != plain
@@ -136,7 +136,7 @@ async def test_an_operator_loads_and_unloads_while_the_fleet_serves(
         assert text(await ask(gateway)) == plain
 
 
-async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
+async def test_another_worker_continues_with_the_same_adapter(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
     options = {"lora_dir": str(directory), "lease_s": 1.0, "mock": {"num_output_tokens": 20}}
@@ -152,10 +152,10 @@ async def test_another_worker_goes_on_in_the_middle_with_the_same_adapter(
             assert text(await asked) == expected
 
 
-async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
+async def test_a_waiting_request_whose_adapter_was_unloaded_fails(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
-    """It is never answered by the model without it."""
+    """The request is never answered without its adapter."""
     options = {"lora_dir": str(directory), "max_num_seqs": 1}
     async with serving(gateway, ends, **options) as worker:
         await load(gateway, "sql", "sql")
@@ -173,7 +173,7 @@ async def test_a_request_whose_adapter_went_while_it_waited_is_told_so(
         assert (refused.status_code, code) == (409, "adapter_unavailable")
 
 
-async def test_what_cannot_be_loaded_is_refused_by_its_field(
+async def test_invalid_adapters_are_refused_by_field(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
     (directory / "empty").mkdir()
@@ -194,7 +194,7 @@ async def test_what_cannot_be_loaded_is_refused_by_its_field(
         assert (await load(gateway, "sql", "sql")).status_code == 200
 
 
-async def test_where_no_worker_can_load_the_reason_is_told(
+async def test_if_no_worker_can_load_the_error_has_the_reason(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
     def load_numbers() -> LoadedEngine:
@@ -208,7 +208,7 @@ async def test_where_no_worker_can_load_the_reason_is_told(
             assert reason in refused.json()["error"]["message"]
 
 
-async def test_a_replacement_by_its_like_or_that_fails_leaves_what_was_there(
+async def test_an_equal_or_failed_replacement_keeps_the_adapter(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
     async with serving(gateway, ends, lora_dir=str(directory)):
@@ -225,7 +225,9 @@ async def test_a_replacement_by_its_like_or_that_fails_leaves_what_was_there(
         assert text(await ask(gateway, f"{MODEL}:sql")) == expected
 
 
-async def test_operators_alone_load(gateway: RunningGateway, redis_server: str, redis_prefix: str):
+async def test_only_operators_can_load_adapters(
+    gateway: RunningGateway, redis_server: str, redis_prefix: str
+):
     body = {"lora_name": "sql", "lora_path": "sql"}
     wrong = {"authorization": "Bearer sk-wrong"}
     for path in (LOAD, UNLOAD):
@@ -255,7 +257,7 @@ async def test_metrics_count_by_adapter_until_there_are_too_many_names(
     assert "poet" not in shown
 
 
-async def test_no_more_adapters_are_held_than_the_limits_say(
+async def test_the_number_of_loaded_adapters_is_limited(
     gateway: RunningGateway, ends: Ends, directory: Path
 ):
     async with serving(gateway, ends, lora_dir=str(directory)):
@@ -270,7 +272,7 @@ async def test_no_more_adapters_are_held_than_the_limits_say(
         await registry.put_adapter(MODEL, "more", AdapterSource("poet", "1"))
 
         async def errors() -> list[str]:
-            """What the worker could not load."""
+            """Returns the errors of adapters that the worker could not load."""
             [worker] = await registry.workers()
             return [each.error for each in worker.card.adapters if each.error]
 

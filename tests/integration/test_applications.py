@@ -94,7 +94,7 @@ def test_a_task_without_a_session(deployer: Deployer):
         }  # fmt: skip
 
 
-def test_a_session_is_walked_through_by_commands(deployer: Deployer):
+def test_commands_control_a_session(deployer: Deployer):
     opened = deployer.vlm("session", "create", "greeter", "--common-data", '{"word": "dear"}')
     assert opened.returncode == 0, opened.stderr
     name = opened.stdout.strip()
@@ -113,7 +113,7 @@ def test_a_session_is_walked_through_by_commands(deployer: Deployer):
     assert closed.returncode == 0, closed.stderr
 
 
-def test_a_program_uses_a_session_of_its_own(deployer: Deployer):
+def test_a_program_can_use_its_own_session(deployer: Deployer):
     at = {"url": deployer.fleet.url.removeprefix("http://"), "api_key": deployer.key}
     with Session.open("greeter", common_data={"word": "dear"}, **at) as session:
         session.submit("you", "fail")
@@ -136,7 +136,7 @@ def test_a_failed_task_does_not_end_the_command(deployer: Deployer):
     assert done.returncode == 5
 
 
-def test_the_key_in_a_data_folder_is_found_by_port(deployer: Deployer):
+def test_the_key_in_a_data_directory_is_found_by_port(deployer: Deployer):
     env = {name: text for name, text in os.environ.items() if name != "DEPLOY_KEY"}
     done = run_vlm("apps", "-o", "json", env={**env, "VLM_URL": deployer.fleet.url})
     assert done.returncode == 0, done.stderr
@@ -152,7 +152,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_command_that_nodes_have_is_deployed_without_files(deployer: Deployer):
+def test_a_command_installed_on_nodes_is_deployed_without_files(deployer: Deployer):
     command = shlex.join([sys.executable, "-c", ECHO])
     given = ("deploy", "--name", "echo", "--command", command, "--resources", "cpu=0.1")
     assert deployer.vlm(*given, "--installed", "--application", "x").returncode == 1
@@ -167,7 +167,7 @@ def test_a_command_that_nodes_have_is_deployed_without_files(deployer: Deployer)
 
 
 def leaks(deployer: Deployer, shown: list[str]) -> list[str]:
-    """Where a secret is found that should not be there."""
+    """Returns the places where a secret is found that must not contain it."""
     found = [text for text in shown if "tell-nobody" in text]
     socket = deployer.fleet.child("gateway").environ()["VLM_REDIS__URL"]
     with Redis.from_url(socket) as redis:
@@ -175,7 +175,7 @@ def leaks(deployer: Deployer, shown: list[str]) -> list[str]:
             str(key) for key in redis.scan_iter() if b"tell-nobody" in (redis.dump(key) or b"")
         ]
     for path in deployer.folder.rglob("*"):
-        with suppress(FileNotFoundError):  # an instance that is drained tidies up
+        with suppress(FileNotFoundError):  # a drained instance deletes its files
             is_file = path.is_file() and path.parent.name != "secrets"
             if is_file and b"tell-nobody" in path.read_bytes():
                 found.append(str(path))
@@ -203,7 +203,7 @@ def test_variables_and_secrets_reach_the_application_and_nothing_else(deployer: 
     assert not leaks(deployer, [done.stderr, shown, logged])
 
 
-# What takes its time: make applications
+# Slow tests: make applications
 
 STAMPED = """
 import time, uuid

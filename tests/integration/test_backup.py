@@ -1,4 +1,4 @@
-"""What docs/operating.md says of backups: a copy of the data directory holds all that was acknowledged."""
+"""Backups as described in docs/operating.md: a copy of the data directory contains all that was acknowledged."""
 
 import shutil
 import signal
@@ -20,7 +20,7 @@ def start(folder: Path) -> Served:
 
 
 def patiently(served: Served, method: str, path: str, **options) -> dict:
-    """The answer once the search process is up."""
+    """Returns the response, after waiting for the search process."""
 
     def ask() -> dict | None:
         with served.client() as client:
@@ -41,7 +41,7 @@ def store_of(served: Served, num_items: int) -> str:
     return store
 
 
-def test_a_copy_of_a_stopped_fleet_serves_what_it_had(tmp_path):
+def test_a_copy_of_a_stopped_fleet_serves_its_data(tmp_path):
     with start(tmp_path / "data") as served:
         store = store_of(served, 20)
         lines = {"file": ("a.jsonl", '{"custom_id": "one"}')}
@@ -62,7 +62,7 @@ def test_a_copy_of_a_stopped_fleet_serves_what_it_had(tmp_path):
 
 
 def test_a_copy_of_a_running_redis_has_all_that_was_saved_before(tmp_path):
-    """Rewriting is off while the append-only file is copied; its last command may be cut."""
+    """Rewriting is disabled while the append-only file is copied; its last command can be truncated."""
     stopping = threading.Event()
 
     def write(client: Redis) -> None:

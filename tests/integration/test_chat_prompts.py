@@ -1,4 +1,4 @@
-"""A text model's chat prompt is that of `tokenizer.apply_chat_template`, wherever its BOS comes from."""
+"""Chat prompts of text models equal those of `tokenizer.apply_chat_template`, for any source of the BOS token."""
 
 import engines.torch_backend  # noqa: F401  isort: skip - makes torchvision importable
 
@@ -67,7 +67,7 @@ CASES = {
 
 
 def write(case: Case, directory: Path) -> Any:
-    """A checkpoint; returns transformers' tokenizer of it."""
+    """Writes a checkpoint; returns transformers' tokenizer for it."""
     write_checkpoint(text("Llama", "Llama", vocab_size=1024), directory)
     file = directory / "tokenizer.json"
     if case.prepend:
@@ -139,7 +139,7 @@ async def test_prompts_over_http_are_those_of_transformers(
             wanted = theirs.apply_chat_template(begun, tokenize=True, return_dict=False)
             ended = await post("/tokenize", messages=begun, add_generation_prompt=False)
             assert ended["tokens"] == wanted
-        # a prompt without a template gets the special tokens
+        # the tokenizer adds its special tokens to a prompt without a template
         assert (await post("/tokenize", prompt="What color is the star?"))["tokens"] == plain
         answer = await post("/v1/completions", prompt="What color is the star?", max_tokens=1)
         assert answer["usage"]["prompt_tokens"] == len(plain)

@@ -1,4 +1,4 @@
-"""Deployments by the command line, on real processes, under load of which not one request may fail."""
+"""Deployments by the command line on real processes, under load of which no request may fail."""
 
 import json
 import re
@@ -24,7 +24,7 @@ LONG = {
 
 @contextmanager
 def streaming(deployer: Deployer, key: str = "none") -> Iterator[Iterator[str]]:
-    """The rest of a long stream whose first token has come."""
+    """Yields the remaining chunks of a long stream after its first token."""
     headers = {"authorization": f"Bearer {key}"}
     body = LONG | {"stream": True}
     with (
@@ -38,7 +38,7 @@ def streaming(deployer: Deployer, key: str = "none") -> Iterator[Iterator[str]]:
 
 @pytest.fixture(scope="module")
 def deployer(tmp_path_factory) -> Iterator[Deployer]:
-    """Its node keeps no package but those that run. The last test ends it."""
+    """A fleet whose node keeps only running packages. The last test ends it."""
     folder = tmp_path_factory.mktemp("serve")
     with start_fleet(
         folder,
@@ -57,7 +57,7 @@ def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
     with load(deployer) as running:
         second = deployer.deploy(2)
         assert second.returncode == 0, second.stderr
-        assert "1 of 2 blobs uploaded" in second.stderr  # the other one is there
+        assert "1 of 2 blobs uploaded" in second.stderr  # the other blob is already there
         new = deployer.active()
         bad = deployer.deploy(3, "--resources", "cpu=1,memory=20m")
         assert bad.returncode == 5
@@ -76,10 +76,10 @@ def test_an_update_a_bad_version_and_a_rollback_under_load(deployer: Deployer):
         if path.is_dir()
     }
     assert old.removeprefix("sha256:") in kept
-    assert len(kept) == 2  # what runs, and what was made room for last
+    assert len(kept) == 2  # the running package, and the last one that was replaced
 
 
-def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer):
+def test_a_killed_instance_is_replaced_and_its_requests_continue(deployer: Deployer):
     with load(deployer):
         [instance] = deployer.instances()
         instance.kill()
@@ -89,7 +89,7 @@ def test_a_killed_instance_is_replaced_and_its_requests_go_on(deployer: Deployer
         )  # fmt: skip
 
 
-def test_a_redis_that_forgot_the_deployments_has_them_back_from_the_store(deployer: Deployer):
+def test_deployments_lost_by_redis_are_restored_from_the_store(deployer: Deployer):
     [before] = deployer.instances()
     with load(deployer):
         [socket] = {
@@ -103,7 +103,7 @@ def test_a_redis_that_forgot_the_deployments_has_them_back_from_the_store(deploy
     assert deployer.instances() == [before]
 
 
-def test_what_rests_starts_with_the_first_request_which_waits(deployer: Deployer):
+def test_a_deployment_scaled_to_zero_starts_with_the_first_request(deployer: Deployer):
     again = deployer.deploy(1, "--idle-s", "1")
     assert again.returncode == 0, again.stderr
     deployer.wait(lambda app: not app["slots"])
@@ -111,7 +111,7 @@ def test_what_rests_starts_with_the_first_request_which_waits(deployer: Deployer
         wait_for(lambda: running.packages, WITHIN_S)
 
 
-def test_what_is_undeployed_is_gone(deployer: Deployer):
+def test_an_undeployed_application_is_not_found(deployer: Deployer):
     gone = deployer.vlm("undeploy", "cap")
     assert gone.returncode == 0, gone.stderr
     wait_for(lambda: not deployer.instances(), WITHIN_S)
@@ -119,7 +119,7 @@ def test_what_is_undeployed_is_gone(deployer: Deployer):
         wait_for(lambda: client.post(CHAT, json=LONG).status_code == 404, WITHIN_S)
 
 
-def test_a_deploy_that_no_node_can_take_fails_after_its_time_to_start(deployer: Deployer):
+def test_a_deployment_that_fits_on_no_node_fails_after_its_start_time(deployer: Deployer):
     assert deployer.deploy(1).returncode == 0
     old = deployer.active()
     began_at = time.monotonic()
@@ -134,7 +134,7 @@ def test_a_deploy_that_no_node_can_take_fails_after_its_time_to_start(deployer: 
     assert deployer.active() == old
 
 
-def test_streams_of_a_retiring_version_that_cannot_start_again_end_at_once(deployer: Deployer):
+def test_streams_of_a_retiring_version_that_cannot_restart_end_at_once(deployer: Deployer):
     first = deployer.deploy(7, "--min-instances", "1", "--max-instances", "1", "--retry-limit", "0")
     assert first.returncode == 0, first.stderr
     old = deployer.active()
@@ -159,7 +159,7 @@ def test_streams_of_a_retiring_version_that_cannot_start_again_end_at_once(deplo
     assert answers[0].headers["x-should-retry"] == "true"
 
 
-def test_a_version_that_ends_on_requests_of_two_tenants_is_taken_back(tmp_path):
+def test_a_version_that_crashes_for_two_tenants_is_rolled_back(tmp_path):
     keys = [name * 40 for name in "ab"]
     slow = {"VLM_ENGINE__MOCK__DECODE_S": "0.05"}
     with start_fleet(tmp_path, VLM_GATEWAY__API_KEYS=",".join(keys), **slow) as fleet:
@@ -191,5 +191,5 @@ def test_a_second_ctrl_c_waits_for_no_instance(deployer: Deployer):
         assert fleet.process.stderr is not None
         assert any(line.startswith("stopping") for line in fleet.process.stderr)
         fleet.process.send_signal(signal.SIGINT)
-        fleet.process.wait(10)  # the calls of a gateway that is gone run for 15 s
+        fleet.process.wait(10)  # calls of a stopped gateway would run for 15 s
     assert not any(instance.is_running() for instance in instances)

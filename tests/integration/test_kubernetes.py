@@ -1,6 +1,6 @@
-"""Versions as Kubernetes would run them: workers with the arguments and variables of the manifests, as processes.
+"""Versions as on Kubernetes: worker processes with the arguments and variables of the manifests.
 
-Paths, ports and the address of Redis are replaced. A gateway splits requests between them by weight.
+Paths, ports and the address of Redis are replaced. A gateway splits requests between the versions by weight.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ WITHIN_S = 60.0
 
 
 class Cluster:
-    """What runs pods here."""
+    """Runs pods as processes of this machine."""
 
     def __init__(self, folder: Path, capsys: Any, prefix: str, **variables: str) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def render(self, files: dict[str, str], *engine: str, **more: Any) -> list[dict[str, Any]]:
-        """The manifests of a version of `cap`, whose package is put into the store."""
+        """Stores the package of a version of `cap`; returns its manifests."""
         package = self.folder / f"package-{len(list(self.folder.glob('package-*')))}"
         package.mkdir()
         for name, text in files.items():
@@ -73,7 +73,7 @@ class Cluster:
         return documents
 
     def start(self, deployment: dict[str, Any]) -> "subprocess.Popen[bytes]":
-        """A pod of a Deployment, once its probe succeeds."""
+        """Starts a pod of a Deployment; returns when its probe succeeds."""
         [container] = deployment["spec"]["template"]["spec"]["containers"]
         given = {item["name"]: item.get("value", "from-a-secret") for item in container["env"]}
         given = {name: expand(value, given) for name, value in given.items()}
@@ -112,7 +112,7 @@ class Cluster:
 
 
 def expand(value: str, variables: dict[str, str]) -> str:
-    """As Kubernetes does."""
+    """Expands variables like Kubernetes."""
     found = re.compile(r"\$\$|\$\((\w+)\)")
     return found.sub(lambda m: variables.get(m[1], m[0]) if m[1] else "$", value)
 
@@ -144,7 +144,7 @@ async def route(gateway: Deployments, *weights: str) -> None:
 
 
 async def answered(gateway: Deployments, count: int) -> Counter[str]:
-    """By which version so many clients' requests are answered."""
+    """Counts by version which one answers each of `count` clients."""
     versions: Counter[str] = Counter()
     for number in range(count):
         body = {
@@ -170,13 +170,13 @@ async def test_requests_go_to_the_workers_of_the_manifests_by_weight(
     await route(gateway, f"{old}=0", f"{new}=100")
     assert await answered(gateway, 20) == {new: 20}
 
-    # What KEDA reads is there.
+    # The stream that KEDA reads exists.
     trigger = rendered[1][2]["spec"]["triggers"][0]["metadata"]
     stream = trigger["stream"].replace("vlm:", f"{redis_prefix}:", 1)
     groups = await redis.execute_command("XINFO", "GROUPS", stream)
     assert trigger["consumerGroup"].encode() in groups[0]
 
-    # The old version is removed, the new one moves to another pod.
+    # The old version is removed; the new one moves to another pod.
     for pod in pods:
         pod.send_signal(signal.SIGTERM)
         assert pod.wait(WITHIN_S) == 0

@@ -1,4 +1,4 @@
-"""A video of 200 MB: the gateway streams it to the store, and a worker's child process reads it from there."""
+"""A video of 200 MB: the gateway streams it to the store, and a child process of a worker reads it from there."""
 
 import os
 import struct
@@ -41,7 +41,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def padded(path: Path, num_bytes: int) -> Path:
-    """A clip with a box of zeros behind it."""
+    """Writes a clip with a box of zeros at its end; returns its path."""
     data = clip("mp4")
     with path.open("wb") as file:
         file.write(data + struct.pack(">I4s", num_bytes - len(data), b"free"))
@@ -56,14 +56,14 @@ def upload(client: httpx.Client, path: Path) -> httpx.Response:
 
 
 def most_memory(process: psutil.Process) -> int:
-    """The largest resident memory since the last call, in bytes."""
+    """Returns the largest resident memory since the last call, in bytes."""
     folder = Path("/proc") / str(process.pid)
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
     (folder / "clear_refs").write_text("5")
     return 1024 * int(status["VmHWM"].split()[0])
 
 
-def test_a_large_video_is_in_no_memory(fleet: Served, large: Path, tmp_path: Path):
+def test_a_large_video_is_not_held_in_memory(fleet: Served, large: Path, tmp_path: Path):
     gateway, worker = fleet.child("gateway"), fleet.child("worker")
     small = padded(tmp_path / "clip.mp4", MIB)
     with fleet.client() as client:

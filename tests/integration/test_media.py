@@ -1,6 +1,6 @@
-"""Videos and audio over HTTP, by a gateway, Redis and a worker with the mock engine.
+"""Videos and audio over HTTP, with a gateway, Redis and a worker with the mock engine.
 
-For it a frame is a token, and so is a tenth of a second. The decoders are tested in `tests/worker/prepare`.
+In the mock engine a frame is one token, and so is a tenth of a second. `tests/worker/prepare` tests the decoders.
 """
 
 import base64
@@ -69,7 +69,7 @@ def file(file_id: str) -> dict[str, Any]:
 
 
 def num_tokens(response: httpx.Response) -> int:
-    """Prompt tokens of an answer beyond those of its text."""
+    """Returns the number of prompt tokens of an answer beyond those of its text."""
     assert response.status_code == 200, response.text
     usage = response.json()["usage"]
     num = usage.get("input_tokens") or usage["prompt_tokens"]
@@ -88,14 +88,14 @@ def frames_url(num_frames: int) -> str:
 
 
 def upload(client: httpx.Client, name: str, data: bytes) -> str:
-    """The id of an uploaded file."""
+    """Uploads a file; returns its ID."""
     form = {"files": {"file": (name, data)}, "data": {"purpose": "vision"}}
     file = client.post("/v1/files", **form).json()  # type: ignore[arg-type]
     assert client.get(f"/v1/files/{file['id']}/content").content == data
     return file["id"]
 
 
-def test_the_part_or_the_request_says_which_frames_are_used(client: httpx.Client):
+def test_the_part_or_the_request_selects_the_frames(client: httpx.Client):
     url, three = clip_url(), {"video": {"num_frames": 3}}
     for options, fields, expected in (
         ({}, {}, 32),
@@ -108,8 +108,8 @@ def test_the_part_or_the_request_says_which_frames_are_used(client: httpx.Client
         assert num_tokens(chat(client, video(url, **options), **fields)) == expected, options
 
 
-def test_all_forms_of_audio_are_the_same(client: httpx.Client):
-    """Whatever the client says that it is."""
+def test_all_forms_of_audio_are_equivalent(client: httpx.Client):
+    """The media type that the client states is ignored."""
     url = sound_url()
     for part in (
         input_audio(to_base64(sound("wav")), "mp3"),
@@ -158,7 +158,7 @@ def test_usage_and_metrics_count_tokens_by_the_kind_of_medium(client: httpx.Clie
     ],
 )
 def test_a_bad_part_is_a_400_that_names_its_field(client: httpx.Client, make, field: str):
-    """Also where the worker alone finds it, which then decodes the next file."""
+    """Also if only the worker detects the error; it then decodes the next file."""
     response = chat(client, make())
     expected = (400, f"messages.[0].content.[0].{field}")
     assert (response.status_code, response.json()["error"]["param"]) == expected
@@ -187,7 +187,7 @@ def test_uploaded_files_are_used_by_their_ids(client: httpx.Client):
     assert told["text"] == transcribe(client, sound("wav")).json()["text"]
 
 
-def test_responses_take_media_and_remember_them(client: httpx.Client):
+def test_responses_accept_and_store_media(client: httpx.Client):
     clip = {"type": "input_video", "video_url": clip_url(), "num_frames": 7}
     answer = respond(client, clip, input_audio(sound_url()))
     assert num_tokens(answer) == 7 + 20
@@ -197,7 +197,7 @@ def test_responses_take_media_and_remember_them(client: httpx.Client):
     assert 0 < second["usage"]["input_tokens"] - first["usage"]["input_tokens"] < 60
 
 
-def test_stages_add_up_with_a_stage_of_its_own(client: httpx.Client):
+def test_stages_add_up_with_the_stage_media_decode(client: httpx.Client):
     for part in (video(clip_url("vp9")), input_audio(sound_url("opus"))):
         timings = chat(client, part, timings=True).json()["timings"]
         total = timings.pop("e2e_s")
@@ -206,19 +206,19 @@ def test_stages_add_up_with_a_stage_of_its_own(client: httpx.Client):
     assert chat(client, timings=True).json()["timings"]["media_decode_s"] == 0
 
 
-def test_the_model_says_that_it_takes_audio_and_videos(client: httpx.Client):
+def test_the_model_reports_support_of_audio_and_videos(client: httpx.Client):
     [model] = [each for each in client.get("/v1/models").json()["data"] if each["id"] == "mock"]
     assert model["input_modalities"] == ["text", "image", "video", "audio"]
     assert (model["limits"]["max_audios"], model["limits"]["max_videos"]) == (4, 2)
 
 
-def test_the_tokenizer_says_how_many_frames_are_used(client: httpx.Client):
+def test_tokenize_counts_the_used_frames(client: httpx.Client):
     messages = [{"role": "user", "content": [video(clip_url(), num_frames=4)]}]
     told = client.post("/tokenize", json={"model": "mock", "messages": messages}).json()
     assert told["frames"] == [{"used": 4, "total": 50}]
 
 
-def test_frames_are_a_video(client: httpx.Client):
+def test_a_list_of_frames_is_a_video(client: httpx.Client):
     url = frames_url(3)
     assert num_tokens(chat(client, video(url, fps=0.5))) == 3
     for options, part in (({"num_frames": 2}, url), ({}, f"{url},AAAA")):
@@ -236,7 +236,7 @@ def test_the_command_line_asks_about_a_file(served: Served, tmp_path: Path):
 
 
 def ask_eight_at_once(served: Served, first: int) -> list[httpx.Response]:
-    """Videos of which no two are the same."""
+    """Sends eight different videos concurrently."""
     url = clip_url("large")
 
     def ask(count: int) -> httpx.Response:
@@ -297,7 +297,7 @@ def test_language_prompt_and_translation_are_part_of_the_question(client: httpx.
     assert found.headers["x-vlm-ignored"] == "language"
 
 
-def test_a_file_that_is_bad_missing_empty_or_no_audio_is_named(client: httpx.Client):
+def test_the_error_names_a_bad_missing_or_empty_file(client: httpx.Client):
     form = {"files": {"prompt": (None, "x"), "model": (None, "mock")}}
     for response in (
         client.post(TRANSCRIPTIONS, **form),  # type: ignore[arg-type]
@@ -306,7 +306,7 @@ def test_a_file_that_is_bad_missing_empty_or_no_audio_is_named(client: httpx.Cli
         assert (response.status_code, response.json()["error"]["param"]) == (400, "file")
 
 
-def test_a_long_file_is_cut_in_its_pauses_and_transcribed_whole(sdk: openai.OpenAI):
+def test_a_long_file_is_split_in_its_pauses_and_transcribed(sdk: openai.OpenAI):
     file = ("a.mp3", make_audio("libmp3lame", "mp3", 75.0, rate=16_000, pauses=(27.0, 49.0)))
     create = sdk.audio.transcriptions.create
     found = create(
@@ -317,7 +317,7 @@ def test_a_long_file_is_cut_in_its_pauses_and_transcribed_whole(sdk: openai.Open
     assert [round(segment.end) for segment in found.segments] == [27, 49, 75]
     assert found.duration == pytest.approx(75.0, abs=0.2)
     assert found.text == " ".join(segment.text.strip() for segment in found.segments)
-    usage: Any = found.usage  # OpenAI's own is of seconds in this format
+    usage: Any = found.usage  # OpenAI counts seconds in this format
     assert (usage.type, usage.seconds) == ("duration", found.duration)
     assert 750 <= usage.input_token_details["audio_tokens"] <= 755
     events = list(create(file=file, model="mock", stream=True))

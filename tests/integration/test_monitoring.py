@@ -1,6 +1,6 @@
-"""Prometheus takes its configuration, alerts fire when they should, and each query of the dashboard can be read.
+"""Prometheus accepts its configuration, alerts fire as expected, and every query of the dashboard parses.
 
-That queries name series and labels that are there is in `tests/config/test_dashboard.py`.
+`tests/config/test_dashboard.py` tests that queries name existing series and labels.
 """
 
 import json
@@ -26,12 +26,12 @@ def promtool(*arguments: str | Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["test rules alerts_test.yml", "check config prometheus.yml"])
-def test_alerts_fire_when_they_should_and_prometheus_takes_its_configuration(words):
+def test_alerts_fire_as_expected_and_the_configuration_is_valid(words):
     *command, file = words.split()
     promtool(*command, CONFIG / file)
 
 
-def test_every_query_of_the_dashboard_can_be_read(tmp_path):
+def test_every_query_of_the_dashboard_parses(tmp_path):
     shown = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     assert len(shown) > 20
     asked = [query.replace("$__rate_interval", "4s").replace("$model", ".*") for query in shown]

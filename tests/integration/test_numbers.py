@@ -1,5 +1,5 @@
-"""The numbers of a running fleet: each metric is there under its name, the stages add up, and a request is one trace
-across the gateway's process, Redis and the worker's, at a collector that speaks OTLP.
+"""Metrics and traces of a running fleet: declared names, stage times that add up, and one trace per request
+across gateway, Redis and worker at an OTLP collector.
 """
 
 import time
@@ -18,7 +18,7 @@ from tests.otlp_collector import Collector, Span, run_collector
 from tests.waiting import wait_for
 
 VISION_S, PREFILL_S, DECODE_S, NUM_TOKENS = 0.08, 0.0004, 0.01, 12
-TOLD = [stage for stage in STAGES if stage != "media_decode"]  # of videos alone
+TOLD = [stage for stage in STAGES if stage != "media_decode"]  # only for videos
 CALLER = f"00-{'a' * 32}-{'b' * 16}-01"
 
 
@@ -30,7 +30,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
-    """A fleet whose engine takes known times, and which exports its traces."""
+    """A fleet whose engine has known step times, and which exports its traces."""
     with start_fleet(
         tmp_path_factory.mktemp("slow"),
         VLM_ENGINE__MOCK__VISION_S=str(VISION_S),
@@ -46,19 +46,19 @@ def slow(tmp_path_factory, collector: Collector) -> Iterator[Served]:
 
 
 def ask(fleet: Served, seed: int, **extra) -> tuple[httpx.Response, float]:
-    """A question about its own image; the answer and what a client measures."""
+    """Sends a question about a unique image; returns the response and the duration that the client measured."""
     content = [image_part(data_url(seed)), {"type": "text", "text": "What is it?"}]
     wish = {"model": "mock", "max_tokens": NUM_TOKENS, "temperature": 0, **extra}
     body = make_body(content, **wish)
     with fleet.client() as client:
-        client.get("/healthz")  # the connection is open, so that only the request is measured
+        client.get("/healthz")  # opens the connection, so that only the request is measured
         began = time.perf_counter()
         response = client.post("/v1/chat/completions", json=body)
         return response, time.perf_counter() - began
 
 
 def check_trace(spans: list[Span], timings: dict[str, float], parent: str) -> None:
-    """Every stage in its process, below one span each of gateway and worker, as long as the answer says."""
+    """Checks every stage below the spans of gateway and worker, with the durations of the response."""
     [gateway] = [span for span in spans if span.name == "chat mock"]
     [worker] = [span for span in spans if span.name == "generate mock"]
     assert {span.trace_id for span in spans} == {"a" * 32}
@@ -72,7 +72,7 @@ def check_trace(spans: list[Span], timings: dict[str, float], parent: str) -> No
             (owner.span_id, owner.service)
         }
         told = sum(span.duration for span in parts)
-        # What comes after the answer's own numbers were made is relay.
+        # The stage relay continues after the timings of the response were computed.
         tolerance = 0.05 if stage == "relay" else 1e-4
         assert told == pytest.approx(timings[f"{stage}_s"], abs=tolerance), stage
 
@@ -91,7 +91,7 @@ def test_a_request_is_one_trace_with_a_span_for_each_stage(slow: Served, collect
 
 
 def test_stages_add_up_to_the_time_that_the_client_measures(slow):
-    """A busy machine delays the client's reading; a stage that is missing or counted twice shows every time."""
+    """A busy machine delays the client's reads; a missing or repeated stage is visible every time."""
     differences: list[float] = []
     for seed in range(1000, 1020):
         response, measured_s = ask(slow, seed, timings=True)
@@ -108,8 +108,8 @@ def test_stages_add_up_to_the_time_that_the_client_measures(slow):
     pytest.fail(f"never within 3 %: {differences}")
 
 
-def test_each_stage_holds_the_time_that_was_spent_in_it(slow):
-    """What a busy machine adds differs; nobody is given less."""
+def test_each_stage_has_the_time_spent_in_it(slow):
+    """A busy machine only adds time."""
     seen = [ask(slow, seed, timings=True)[0].json()["timings"] for seed in range(100, 103)]
     least = {f"{stage}_s": min(timings[f"{stage}_s"] for timings in seen) for stage in STAGES}
     assert VISION_S <= least["vision_s"] < VISION_S + 0.05
@@ -139,7 +139,7 @@ def worker_metrics(fleet: Served) -> str:
 
 def test_each_process_shows_exactly_its_declared_metrics(slow):
     image = image_part(data_url(seed=700))
-    for words in ("One.", "Something else."):  # what the prefix cache knows is not encoded
+    for words in ("One.", "Something else."):  # images in the prefix cache are not encoded
         content = [{"type": "text", "text": words}, image]
         assert ask(slow, 0, messages=[{"role": "user", "content": content}])[0].is_success
     with slow.client() as client:
@@ -150,14 +150,14 @@ def test_each_process_shows_exactly_its_declared_metrics(slow):
 
 
 def value(text: str, name: str, **labels: str) -> float:
-    """The value of the one series of this name that has these labels."""
+    """Returns the value of the one series with this name and these labels."""
     samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
     [found] = [s.value for s in samples if s.name == name and s.labels.items() >= labels.items()]
     return found
 
 
-def test_gauges_tell_of_two_streams_while_they_are_open(slow):
-    """Eventually, as a gauge may be a heartbeat old."""
+def test_gauges_report_two_open_streams(slow):
+    """Waits, because a gauge can be as old as a heartbeat."""
     body = {
         "model": "mock", "stream": True, "max_tokens": 4000, "ignore_eos": True,
         "messages": [{"role": "user", "content": "What is it?"}],

@@ -1,4 +1,4 @@
-"""Processes of this version run beside those of release 0.1.0, which has the same protocol version."""
+"""Processes of this version beside those of release 0.1.0, which has the same protocol version."""
 
 import io
 import subprocess
@@ -35,14 +35,14 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    """A fleet whose gateway is of this version."""
+    """A fleet whose gateway has this version."""
     async with run_processes(tmp_path_factory.mktemp("fleet")) as processes:
         gateway, url = await processes.gateway()
         yield Fleet(processes, gateway, url)
 
 
 def of_release(release: Path) -> dict[str, str]:
-    """The environment in which Python imports the release alone."""
+    """Returns the environment in which Python imports only the release."""
     return {"PYTHONPATH": str(release), "PYTHONSAFEPATH": "1", "VLM_ENGINE__MOCK__DECODE_S": "0.02"}
 
 
@@ -51,8 +51,8 @@ async def start_old_worker(fleet: Fleet, release: Path) -> Process:
     return await fleet.worker(command=command, **of_release(release))
 
 
-async def test_a_request_changes_over_to_a_worker_of_the_other_version(fleet, release):
-    """An update replaces workers one by one: each continues what the other began."""
+async def test_a_request_continues_on_a_worker_of_the_other_version(fleet, release):
+    """An update replaces workers one by one; each continues the requests of the other version."""
     old = await start_old_worker(fleet, release)
     texts = [fleet.name() for _ in range(NUM_STREAMS)]
     async with playing(fleet, texts, num_tokens=100) as clients:

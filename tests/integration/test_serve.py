@@ -1,4 +1,4 @@
-"""`vlm serve` as a newcomer meets it: real processes, the printed curl, Ctrl-C, and a hard death."""
+"""`vlm serve` for a new user: real processes, the printed curl command, Ctrl-C, and kills."""
 
 import json
 import os
@@ -29,12 +29,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(folder: Path) -> Iterator[Served]:
-    """Its processes are killed one after another; the last test ends it."""
+    """Its processes are killed one after another; the last test stops it."""
     with start_fleet(
         folder, "--log-level", "info",
         VLM_REDIS__MAX_MEMORY_BYTES=str(REDIS_BYTES),
-        VLM_ENGINE__MOCK__DECODE_S="0.04",  # an answer is seen to grow
-        XDG_STATE_HOME="/proc/nothing",  # a home that cannot be written
+        VLM_ENGINE__MOCK__DECODE_S="0.04",  # slow enough to see an answer grow
+        XDG_STATE_HOME="/proc/nothing",  # an unwritable home directory
     ) as fleet:  # fmt: skip
         yield fleet
 
@@ -44,7 +44,7 @@ def test_chat_streams_an_answer(fleet):
     with subprocess.Popen([*command, "what is this?"], cwd=ROOT, stdout=subprocess.PIPE) as chat:
         assert chat.stdout is not None
         first = os.read(chat.stdout.fileno(), 1000)
-        with fleet.client() as client:  # the request has not ended
+        with fleet.client() as client:  # the request is still open
             assert "\nvlm_open_requests 1.0\n" in client.get("/metrics").text
         answer = first + chat.stdout.read()
     assert chat.returncode == 0
@@ -59,16 +59,16 @@ def test_a_port_in_use_is_one_clear_line(fleet):
     assert "Traceback" not in done.stderr
 
 
-def test_a_killed_worker_is_replaced_and_requests_go_on(fleet):
+def test_a_killed_worker_is_replaced_and_requests_continue(fleet):
     worker = fleet.child("worker")
     worker.kill()
-    done = run_vlm("chat", "--url", fleet.url, "--model", "mock", "are you there?")  # it may wait
+    done = run_vlm("chat", "--url", fleet.url, "--model", "mock", "are you there?")  # can wait
     assert done.returncode == 0, done.stderr
     assert fleet.child("worker").pid != worker.pid
 
 
-def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fleet, folder):
-    """P4, in a node: what Redis had acknowledged is in its file."""
+def test_a_killed_redis_is_restarted_and_streams_continue(fleet, folder):
+    """P4 within a node: acknowledged writes are in the file of Redis."""
     body = {
         "model": "mock", "stream": True, "max_tokens": 150, "seed": 7, "ignore_eos": True,
         "messages": [{"role": "user", "content": "a long story"}],
@@ -81,7 +81,7 @@ def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fleet, folder)
             seen = [next(lines) for _ in range(20)]
             with Redis(unix_socket_path=str(folder / "redis.sock")) as connection:
                 wait_until_written(connection)
-                with fleet.client() as other:  # the request has not ended, and waits for Redis
+                with fleet.client() as other:  # the request is still open and waits for Redis
                     assert "\nvlm_open_requests 1.0\n" in other.get("/metrics").text
             redis.kill()
             seen += lines
@@ -93,7 +93,7 @@ def test_a_killed_redis_comes_back_and_streams_and_requests_go_on(fleet, folder)
         assert connection.config_get("maxmemory") == {"maxmemory": str(REDIS_BYTES)}
 
 
-def test_a_killed_gateway_comes_back_at_its_port(fleet):
+def test_a_killed_gateway_is_restarted_on_its_port(fleet):
     gateway = fleet.child("gateway")
     gateway.kill()
     gateway.wait(timeout=60)
@@ -112,8 +112,8 @@ def test_ctrl_c_stops_every_process(fleet):
     assert not alive
 
 
-def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
-    """Without a terminal, while the worker waits for a server that is not there."""
+def test_startup_progress_is_printed_every_few_seconds(tmp_path):
+    """Without a terminal, while the worker waits for a server that does not exist."""
     often = "import vlm, worker.node.serve; worker.node.serve.PROGRESS_S = 1.0; vlm.main()"
     engine = ["--engine", "openai", "--url", "http://127.0.0.1:9", "--model", "none"]
     with subprocess.Popen(
@@ -131,14 +131,14 @@ def test_the_start_is_shown_from_its_beginning_and_every_few_seconds(tmp_path):
 
 
 def text_of(lines: list[str]) -> str:
-    """The text of a complete stream of chunks."""
+    """Returns the text of a complete stream of chunks."""
     assert [line for line in lines if line][-1] == "data: [DONE]"
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     return "".join(choice["delta"].get("content") or "" for choice in choices)
 
 
-def test_it_serves_with_a_root_key_alone_and_each_process_has_only_its_own_secrets(tmp_path):
+def test_with_only_a_root_key_each_process_has_only_its_own_secrets(tmp_path):
     (tmp_path / "vlm.yaml").write_text("gateway: {root_key: key-of-the-file}\n")
     shared = {"OTEL_SERVICE_NAME": "mine", "CUDA_VISIBLE_DEVICES": "0", "PATH": os.environ["PATH"]}
     key, own = "key-of-the-environment", {"VLM_WORKER__ID": "named", "HF_TOKEN": "token-of-the-hub"}

@@ -1,4 +1,4 @@
-"""What a person sees who asks `vlm serve` for something that cannot run: one sentence, at once, exit code 78."""
+"""Errors of `vlm serve` for settings that cannot run: one sentence, immediately, with exit code 78."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ from tests.integration.fleet_process import ROOT, run_vlm
 from tests.rounds import in_one_round
 
 CANNOT_START = os.EX_CONFIG
-WITHIN_S = 15  #: "within seconds", of a busy machine
-IMPORTED = "import time:"  #: begins a line of Python's own record of imports
+WITHIN_S = 15  #: "within seconds", on a busy machine
+IMPORTED = "import time:"  #: prefix of a line of Python's import times
 
 
 def run_serve(tmp_path, *arguments: str, **options):
@@ -22,14 +22,14 @@ def run_serve(tmp_path, *arguments: str, **options):
 
 
 def sentences(stderr: str) -> list[str]:
-    """Lines that say something; the animation of the start is none."""
+    """Returns the lines of the output without the animation of the start."""
     lines = (line for line in stderr.splitlines() if not line.startswith(IMPORTED))
     return [line for line in lines if line.strip() and "starting " not in line]
 
 
 @in_one_round
 def test_a_misspelled_model_is_one_sentence_with_what_to_do(tmp_path):
-    """At once: without what would run it."""
+    """Immediately: the model is checked before its engine is imported."""
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     done = run_serve(tmp_path, "--model", "typo", env=environment)
@@ -74,7 +74,7 @@ def test_bad_options_are_named(tmp_path, arguments):
 
 
 @pytest.mark.parametrize("command", ["worker", "gateway"])
-def test_a_redis_that_is_not_there_is_told_once_and_waited_for(tmp_path, command):
+def test_an_unreachable_redis_is_reported_once_and_awaited(tmp_path, command):
     redis = EmbeddedRedis(tmp_path)
     settings = ["--set", "engine.kind=mock", "--set", "gateway.port=0", "--redis-url", redis.url]
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""An installation without extras: what runs, and the one sentence where something is missing."""
+"""An installation without extras: the programs that run, and the error where an extra is missing."""
 
 import os
 import tomllib
@@ -35,7 +35,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("search . x", SEARCH),
     ],
 )
-def test_a_missing_extra_is_one_sentence_and_exit_code_78(
+def test_a_missing_extra_is_a_one_line_error_and_exit_code_78(
     command: str, install: str, path: str, tmp_path: Path
 ):
     arguments = command.split()

@@ -1,7 +1,7 @@
-"""An engine in one file that gets messages: it uses no tokenizer, scheduler or image processor of the project.
+"""An engine in one file that accepts messages and uses no tokenizer, scheduler or image processor of the project.
 
-A real one might call llama.cpp or a remote server. It answers with the words of the last message, one per step.
-It counts tokens without knowing their ids, and cannot continue an answer that another worker began.
+A real engine could call llama.cpp or a remote server. This one answers with the words of the last message, one per
+step. It counts tokens without knowing their IDs, and cannot continue an answer of another worker.
 """
 
 import time
@@ -109,7 +109,7 @@ class ToyEngine(Engine[ToyInput]):
 
 
 def create(settings: ToySettings, progress: Progress | None) -> LoadedEngine:
-    """The toy has nothing to load."""
+    """Creates the engine; nothing is loaded."""
     card = ModelCard(settings.served_name or "toy", int(time.time()), MAX_MODEL_LEN, 1000)
     return LoadedEngine(ToyEngine(settings), card)
 

@@ -1,7 +1,7 @@
-"""A family in one file: LLaVA whose images are one, two or four tiles, between start and end tokens.
+"""A family in one file: LLaVA with one, two or four tiles per image, between start and end tokens.
 
-A wide image is two tiles side by side, separated by a line break in plain text; a large one has four. All tokens of
-an image have the same rotary position, so that it uses one position of the context.
+A wide image has two tiles, separated by a line break in the text; a large one has four. All tokens of an image have the
+same rotary position, so an image uses one position of the context.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class TileProcessor(MultimodalProcessor):
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of four tiles, of start and end, and of the line breaks."""
+        """The tokens of four tiles, of start and end, and of the line breaks."""
         return 4 * self.tile_tokens + 2 + 3
 
     def process(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> np.ndarray:
@@ -105,7 +105,7 @@ class TiledLlavaFamily:
         return llava.FAMILY.rename(name, config)
 
     def processor(self, directory: Path, config: VLMConfig) -> TileProcessor:
-        """Needs no file."""
+        """Needs no file of the checkpoint."""
         return TileProcessor(
             config.image_token_id, config.vision.image_size, config.tokens_per_image
         )

@@ -11,7 +11,7 @@ Double = Callable[[Tensor], Tensor]
 
 
 def double(x: Tensor) -> Tensor:
-    """Shapes: any, kept."""
+    """Shapes: any; returns the same."""
     return 2 * x
 
 
