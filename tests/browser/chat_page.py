@@ -1,4 +1,4 @@
-"""The chat page in a headless browser, in the words of somebody who uses it."""
+"""The chat page in a headless browser, with methods for the actions of a user."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.integration.fleet_process import ROOT
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SCREENSHOTS = ROOT / ".cache" / "screenshots"
 WIRE_EVENT = "Network.requestWillBeSent"
-PATIENCE_S = 30  # a busy machine; an idle one needs a hundredth of it
+PATIENCE_S = 30  # for a busy machine; an idle one needs a hundredth of it
 DESK = (1180, 800)
 PHONE = (390, 844)
 SMALL = (320, 640)
@@ -29,7 +29,7 @@ const [done] = arguments;
 axe.run().then(({violations}) => done(violations.flatMap(({id, nodes}) => nodes.map(({html}) => `${id}: ${html}`))));
 """
 
-#: Hands files to the page as a drop or a paste would: events cannot be made from outside of a browser.
+#: Passes files to the page as a drop or paste does, because such events cannot be created outside of a browser.
 GIVE_FILES = """
 const [kind, name, type, base64] = arguments;
 const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
@@ -46,7 +46,7 @@ if (kind === "drop") {
 
 
 def start_browser(profile: Path) -> Chrome:
-    """A headless browser of its own. Skips the test, and says why, where there is none."""
+    """Starts a headless browser with its own profile. Skips the test with the reason if there is none."""
     binary = next(filter(None, map(shutil.which, BROWSERS)), None)
     driver = shutil.which("chromedriver")
     if binary is None or driver is None:
@@ -65,24 +65,24 @@ def start_browser(profile: Path) -> Chrome:
 
 
 class ChatPage:
-    """One open page."""
+    """An open page."""
 
     def __init__(self, browser: Chrome, url: str) -> None:
         self.browser = browser
         self.url = url
 
     def open(self, size: tuple[int, int] = DESK, scheme: str = "light") -> None:
-        """Load the page anew on a screen of this size, in CSS pixels."""
+        """Loads the page again on a screen of this size, in CSS pixels."""
         width, height = size
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
         scheme_feature = {"name": "prefers-color-scheme", "value": scheme}
         self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme_feature]})
-        self.browser.get("about:blank")  # the same address again would be a reload
+        self.browser.get("about:blank")  # the same address again would only reload
         self.browser.get(self.url)
 
     def forget(self) -> None:
-        """Load the page anew in a browser that has kept nothing of it."""
+        """Deletes the stored data of the page and loads it again."""
         self.browser.get("about:blank")
         stores = {"origin": self.url, "storageTypes": "indexeddb"}
         self.browser.execute_cdp_cmd("Storage.clearDataForOrigin", stores)
@@ -90,7 +90,7 @@ class ChatPage:
         self.wait_for_model()
 
     def wait_for(self, condition):
-        """What `condition` returns once it is true."""
+        """Waits until `condition` returns a true value; returns it."""
         return WebDriverWait(self.browser, PATIENCE_S, poll_frequency=0.05).until(
             lambda _: condition()
         )
@@ -102,7 +102,7 @@ class ChatPage:
         return self.browser.find_elements(By.CSS_SELECTOR, selector)
 
     def wait_for_model(self) -> str:
-        """The chosen model, once the fleet has told its models."""
+        """Waits for the list of models; returns the selected one."""
         return self.wait_for(lambda: self.find("#model").get_property("value"))
 
     def attach(self, *images: Path) -> None:
@@ -112,21 +112,21 @@ class ChatPage:
         self.browser.execute_script(GIVE_FILES, kind, name, media_type, base64)
 
     def drop(self, *paths: Path) -> None:
-        """Drop files and folders as a hand would: only the browser itself can make folders of them."""
+        """Drops files and folders by the browser itself, because events cannot contain folders."""
         data = {"items": [], "files": [str(path) for path in paths], "dragOperationsMask": 1}
         for kind in ("dragEnter", "dragOver", "drop"):
             event = {"type": kind, "x": 200, "y": 300, "data": data}
             self.browser.execute_cdp_cmd("Input.dispatchDragEvent", event)
 
     def ask(self, question: str, *images: Path) -> None:
-        """Type a question and press enter."""
+        """Types a question and presses Enter."""
         if images:
             self.attach(*images)
             self.wait_for(lambda: len(self.find_all("#tray img")) == len(images))
         self.find("#question").send_keys(question, Keys.ENTER)
 
     def answer_to(self, question: str, *images: Path) -> str:
-        """Ask, and wait for the end of the answer."""
+        """Asks a question and waits for the end of the answer."""
         before = len(self.find_all(".answer"))
         self.ask(question, *images)
         self.wait_for(lambda: len(self.find_all(".answer")) > before)
@@ -147,19 +147,19 @@ class ChatPage:
 
     @property
     def facts(self) -> str:
-        """The timings of the latest answer: the line, and its details."""
+        """The timings of the latest answer: the line and its details."""
         details = self.answer.find_element(By.CSS_SELECTOR, "footer details")
         if not details.get_attribute("open"):
             details.find_element(By.CSS_SELECTOR, "summary").click()
         return details.text
 
     def wait_for_end(self) -> str:
-        """The latest answer's text, once it is complete, stopped or failed."""
+        """Waits until the latest answer is complete, stopped or failed; returns its text."""
         self.wait_for(lambda: self.answer.get_attribute("aria-busy") == "false")
         return self.answer_text
 
     def names_from(self, first: str | None, to: str) -> list[str]:
-        """What TAB reaches from an element, or from where the focus is: all of it has a name."""
+        """Returns the names of the elements that Tab reaches from an element, or from the focus; all must have one."""
         if first:
             self.browser.execute_script(f"document.querySelector('{first}').focus()")
         names = []
@@ -174,11 +174,11 @@ class ChatPage:
         return names
 
     def complaints(self) -> list[str]:
-        """What the browser's console has said since it was asked last: errors, policy violations."""
+        """Returns new messages of the browser's console: errors and policy violations."""
         return [entry["message"] for entry in self.browser.get_log("browser")]
 
     def sent(self) -> list[dict[str, Any]]:
-        """The bodies of the questions that went over the wire since this was asked last."""
+        """Returns the bodies of the questions that were sent since the last call."""
         log = self.browser.get_log("performance")
         events = [json.loads(entry["message"])["message"] for entry in log]
         requests = [e["params"]["request"] for e in events if e["method"] == WIRE_EVENT]
@@ -191,6 +191,6 @@ class ChatPage:
         return self.browser.execute_async_script(RUN_AXE)
 
     def keep(self, name: str) -> None:
-        """Keep a screenshot for people to look at."""
+        """Saves a screenshot for people to look at."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         self.browser.save_screenshot(str(SCREENSHOTS / f"{name}.png"))

@@ -1,4 +1,4 @@
-"""One browser and one fleet for all tests of the page; every test ends with a silent console."""
+"""One browser and one fleet for all tests of the page; every test ends with an empty console."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from tests.browser.chat_page import ChatPage, start_browser
 from tests.integration.fleet_process import Served, start_fleet
 
 NUM_TOKENS = 24
-DECODE_S = 0.03  # slow enough to be seen growing and to be stopped
+DECODE_S = 0.03  # slow enough to see an answer grow and to stop it
 
 
 @pytest.fixture(scope="package")

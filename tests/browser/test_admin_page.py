@@ -1,4 +1,4 @@
-"""The page of the admin, on a fleet with a root key."""
+"""The admin page on a fleet with a root key."""
 
 from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta
@@ -79,7 +79,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     page.find('[aria-label="Copy the key"]').click()
     page.wait_for(lambda: page.find("#new-dialog .copy").text == "Copied")
     page.find("#new-dialog .primary").send_keys(Keys.ESCAPE)
-    assert page.find("#new-dialog").is_displayed()  # the key is shown once
+    assert page.find("#new-dialog").is_displayed()  # the key is shown only once
     page.find("#new-dialog .primary").click()
     assert page.find("#new-key").get_property("value") == ""
     told = item(page, "alice").text.replace("\n", " ")
@@ -88,7 +88,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     assert "max output tokens 900 max priority batch" in told
     assert key not in page.browser.page_source
 
-    page.find("#create").click()  # a name that is taken
+    page.find("#create").click()  # the name is already used
     page.find("#create-dialog [name=name]").send_keys("alice", Keys.ENTER)
     refused = page.wait_for(lambda: page.find("#create-error").text)
     assert refused.startswith("There is a key of this name")
@@ -104,7 +104,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
 
     page.find('[aria-label="Revoke alice"]').click()
     assert page.find("#confirm-title").text == "Revoke alice?"
-    page.browser.switch_to.active_element.send_keys(Keys.ENTER)  # Cancel has the focus
+    page.browser.switch_to.active_element.send_keys(Keys.ENTER)  # the focus is on Cancel
     page.wait_for(lambda: not page.find("#confirm-dialog").is_displayed())
     assert status(managed, rotated) == 200
     page.find('[aria-label="Revoke alice"]').click()
@@ -117,7 +117,7 @@ def test_a_key_is_created_rotated_and_revoked(page: ChatPage, managed: Served):
     ]  # fmt: skip
 
 
-def test_usage_is_drawn_by_day_and_can_be_read_as_a_table(page: ChatPage, managed: Served):
+def test_usage_is_drawn_by_day_and_available_as_a_table(page: ChatPage, managed: Served):
     enter(page)
     page.wait_for(lambda: page.find("#no-usage").text == "No usage in these days.")
     for name, count in (("carol", 2), ("dave", 1)):
@@ -174,7 +174,7 @@ def test_the_fleet_is_shown_with_its_requests(page: ChatPage, managed: Served):
             page.wait_for(lambda: cells(page, "#models")[0][2] == "1")
             [request] = page.wait_for(lambda: cells(page, "#requests"))
             assert request[1:3] == ["erin", "mock"]
-            # A worker that was reading has it already.
+            # The worker can have claimed it already.
             assert request[3] in ("waits", worker_id)
             assert request[5] == "0"
     finally:
@@ -183,9 +183,7 @@ def test_the_fleet_is_shown_with_its_requests(page: ChatPage, managed: Served):
 
 
 @long("browser-test")
-def test_it_is_used_by_keyboard_on_small_screens_in_both_schemes_without_barriers(
-    page: ChatPage, managed: Served
-):
+def test_the_page_is_accessible_by_keyboard_and_on_small_screens(page: ChatPage, managed: Served):
     enter(page)
     ask(managed, create(page, "frank", models="*", requests_per_minute="60", tag="blue"), 1)
     barriers = page.barriers()
@@ -225,7 +223,7 @@ READ_CELLS = """return [...document.querySelectorAll(`${arguments[0]} tr`)].map(
 
 
 def cells(page: ChatPage, body: str) -> list[list[str]]:
-    return page.browser.execute_script(READ_CELLS, body)  # at one moment
+    return page.browser.execute_script(READ_CELLS, body)  # all cells at one moment
 
 
 READ_LEGEND = """return [...document.querySelectorAll("#legend button")].map(
@@ -239,7 +237,7 @@ def legend(page: ChatPage) -> list[list[str]]:
 
 
 def bars(page: ChatPage) -> dict[str, float]:
-    """The height of each bar by its title."""
+    """Returns the height of each bar by its title."""
     return dict(page.browser.execute_script(READ_BARS))
 
 

@@ -1,4 +1,4 @@
-"""The page of deployments, on a fleet that serves one, with a canary of it."""
+"""The page of deployments, on a fleet with a deployment and a canary."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ ROWS = """return [...document.querySelectorAll(arguments[0])].map(
 
 @pytest.fixture(scope="module")
 def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
-    """A fleet, and its key to deploy."""
+    """A fleet, and its deploy key."""
     folder = tmp_path_factory.mktemp("apps")
     with start_fleet(folder) as fleet:
         deployer = Deployer(fleet, folder)
@@ -24,12 +24,12 @@ def deployed(browser, tmp_path_factory) -> Iterator[tuple[Served, str]]:
             done = deployer.deploy(version, *more)
             assert done.returncode == 0, done.stderr
         yield fleet, deployer.key
-        browser.get("about:blank")  # the page would complain of a fleet that ended
+        browser.get("about:blank")  # the page would log errors after the end of the fleet
         browser.get_log("browser")
 
 
 @long("browser-test")
-def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, deployed):
+def test_versions_instances_and_events_are_shown_with_a_deploy_key(browser, deployed):
     fleet, key = deployed
     page = ChatPage(browser, f"{fleet.url}/apps")
     page.open(DESK)
@@ -39,7 +39,7 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
     page.find("#key").send_keys(key, Keys.ENTER)
 
     def rows(kind: str) -> list[list[str]]:
-        return browser.execute_script(ROWS, f".app .{kind} tbody tr")  # at one moment
+        return browser.execute_script(ROWS, f".app .{kind} tbody tr")  # all rows at one moment
 
     page.wait_for(lambda: len(rows("versions")) == 2)
     assert page.find(".app .name").text == "cap"
@@ -48,7 +48,7 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
     assert [row[3] for row in rows("versions")] == ["75 %", "25 %"]
     assert {row[2] for row in rows("slots")} == {"ready"}
     assert "canary: 25% of the requests" in page.find(".app .events").text
-    page.wait_for(lambda: rows("versions")[0][6] == "0.0")  # a rate, by the second look
+    page.wait_for(lambda: rows("versions")[0][6] == "0.0")  # a rate needs two refreshes
     for name, size in (("desk", DESK), ("phone", PHONE)):
         screen = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": False}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
@@ -59,5 +59,5 @@ def test_versions_instances_and_events_are_shown_to_who_may_deploy(browser, depl
     browser.refresh()
     page.wait_for(lambda: len(rows("versions")) == 2)
     assert not page.find("#key-dialog").is_displayed()
-    refused = ("401 (Unauthorized)", "403 (Forbidden)")  # no key yet, a wrong one
+    refused = ("401 (Unauthorized)", "403 (Forbidden)")  # first no key, then a wrong one
     assert [each for each in page.complaints() if not any(r in each for r in refused)] == []

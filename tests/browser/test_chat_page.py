@@ -1,4 +1,4 @@
-"""The chat page against a real fleet: asking, watching, stopping, following up, and what goes wrong."""
+"""The chat page with a real fleet: questions, streams, stopping, follow-ups, and errors."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ from tests.long import long
 SAMPLES = sorted(SAMPLE.parent.glob("*.png"))
 
 
-#: Notes the latest answer's text and whether it is busy, at each change of the page.
+#: Records the text and the busy state of the latest answer at each change of the page.
 WATCH = """
 window.shown = [];
 new MutationObserver(() => {
@@ -35,7 +35,7 @@ def is_dark(page: ChatPage) -> bool:
     return int(color.split("(")[1].split(",")[0]) < 128
 
 
-def test_an_answer_about_an_image_streams_in_and_tells_where_its_time_went(page: ChatPage):
+def test_an_answer_about_an_image_is_streamed_with_its_stage_times(page: ChatPage):
     page.browser.execute_script(WATCH)
     answer = page.answer_to("What is it?", SAMPLE)
     shown = page.browser.execute_script("return window.shown")
@@ -81,7 +81,7 @@ def prompt_tokens(page: ChatPage) -> int:
     return int(re.findall(r"(\d+) prompt tokens", page.facts)[0])
 
 
-def test_an_answer_can_be_stopped_and_what_came_stays(page: ChatPage):
+def test_an_answer_can_be_stopped_and_its_text_is_kept(page: ChatPage):
     for stop in (
         lambda: page.find("#stop").click(),
         lambda: page.find("#question").send_keys(Keys.ESCAPE),
@@ -97,7 +97,7 @@ def test_an_answer_can_be_stopped_and_what_came_stays(page: ChatPage):
         assert page.browser.switch_to.active_element == page.find("#question")
 
 
-def test_images_are_dropped_pasted_and_taken_out_again(page: ChatPage):
+def test_images_are_dropped_pasted_and_removed(page: ChatPage):
     data = base64.b64encode(SAMPLE.read_bytes()).decode()
     page.give("drop", data, "dropped.png", "image/png")
     page.wait_for(lambda: len(page.find_all("#tray img")) == 1)
@@ -113,7 +113,7 @@ def test_images_are_dropped_pasted_and_taken_out_again(page: ChatPage):
 
 
 def ask_about_medium(page: ChatPage, size: str) -> None:
-    """Ask about a video or audio; the page says its `size` before."""
+    """Asks about a video or audio, whose `size` the page shows before."""
     assert re.fullmatch(size, page.wait_for(lambda: page.find("#hint").text))
     page.answer_to("What is it?")
     assert "media decode" in page.facts
@@ -130,7 +130,7 @@ def test_a_video_is_sent_and_shown(page: ChatPage):
     page.wait_for(lambda: page.find("#zoom video").get_property("controls"))
 
 
-def test_audio_is_sent_and_heard_again(page: ChatPage):
+def test_audio_is_sent_and_can_be_played(page: ChatPage):
     from tests.factories_audio import sound  # noqa: PLC0415 - it skips the test without PyAV
 
     page.give("drop", base64.b64encode(sound("wav")).decode(), "speech.wav", "audio/wav")
@@ -146,7 +146,7 @@ def test_audio_is_sent_and_heard_again(page: ChatPage):
     ask_about_medium(page, r"recording takes [\d,]+ of [\d,]+ tokens\.")
 
 
-def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: ChatPage):
+def test_other_formats_are_converted_and_other_files_refused(page: ChatPage):
     gif = "R0lGODlhAQABAIAAAP8AAP///yH5BAAAAAAALAAAAAABAAEAAAICRAEAOw=="
     page.give("drop", gif, "dot.gif", "image/gif")
     page.wait_for(lambda: len(page.find_all("#tray img")) == 1)
@@ -171,7 +171,7 @@ def test_other_formats_are_drawn_anew_and_what_is_no_image_is_said_kindly(page: 
     assert all(image.get_attribute("src").startswith("data:image/png") for image in images)
 
 
-def test_an_image_is_enlarged_and_escape_leads_back(page: ChatPage):
+def test_an_image_is_enlarged_and_escape_closes_it(page: ChatPage):
     page.ask("What is it?", SAMPLE)
     page.wait_for(lambda: page.answer_text)
     small = page.find('[aria-label="Enlarge shapes.png"]')
@@ -186,10 +186,10 @@ def test_an_image_is_enlarged_and_escape_leads_back(page: ChatPage):
     page.wait_for(lambda: not page.find("#zoom").is_displayed())
     assert page.browser.switch_to.active_element == small
     page.wait_for_end()
-    assert page.note == ""  # Escape has closed the image, not stopped the answer
+    assert page.note == ""  # Escape closed the image and did not stop the answer
 
 
-def test_limits_are_told_before_anything_is_sent(page: ChatPage):
+def test_limits_are_reported_before_a_request_is_sent(page: ChatPage):
     data = base64.b64encode(SAMPLE.read_bytes()).decode()
     for number in range(9):
         page.give("drop", data, f"{number}.png", "image/png")
@@ -239,7 +239,7 @@ def test_an_answer_is_copied_regenerated_and_an_earlier_question_edited(page: Ch
 
 
 def last_texts(page: ChatPage) -> list[str]:
-    """What the last request tells the model in the user's words."""
+    """Returns the user's texts in the last request."""
     users = [m["content"] for m in page.sent()[-1]["messages"] if m["role"] == "user"]
     return [part["text"] for content in users for part in content if part["type"] == "text"]
 
@@ -420,7 +420,7 @@ def test_an_error_is_shown_in_words_and_the_question_can_be_asked_again(page: Ch
     assert [line for line in page.complaints() if "400 (Bad Request)" not in line] == []
 
 
-def test_json_is_set_out_and_calls_of_functions_are_shown(page: ChatPage):
+def test_json_is_formatted_and_tool_calls_are_shown(page: ChatPage):
     page.find("#show-settings").click()
     Select(page.find("[name=answer_as]")).select_by_value("schema")
     page.find("[name=schema]").send_keys("{")
@@ -458,7 +458,7 @@ def result_fields(page: ChatPage) -> list[WebElement]:
     return [each for each in page.find_all(".calls textarea") if each.is_displayed()]
 
 
-def test_results_of_calls_are_sent_and_kept(page: ChatPage):
+def test_results_of_tool_calls_are_sent_and_stored(page: ChatPage):
     page.open(SMALL)
     page.wait_for_model()
     page.find("#show-settings").click()
@@ -470,7 +470,7 @@ def test_results_of_calls_are_sent_and_kept(page: ChatPage):
     fields = result_fields(page)
     assert len(fields) == len(page.find_all(".calls .code")) > 0
     fields[0].send_keys(Keys.ENTER)
-    assert len(page.find_all(".answer")) == 1  # a result is missing
+    assert len(page.find_all(".answer")) == 1  # one result is missing
     page.sent()
     for field in fields:
         field.send_keys(RESULT)
@@ -492,7 +492,7 @@ def test_results_of_calls_are_sent_and_kept(page: ChatPage):
     assert page.sent()[-1]["messages"][2 : 2 + len(ids)] == expected
 
 
-def test_everything_is_reached_by_keyboard_and_named(page: ChatPage):
+def test_all_controls_are_reachable_by_keyboard_and_have_names(page: ChatPage):
     page.find("#samples button").send_keys(Keys.ENTER)
     page.wait_for(lambda: page.find_all("#tray img"))
     names = page.names_from("#show-settings", to="#send")
@@ -542,7 +542,7 @@ indexedDB.open("vlm-fleet").onsuccess = ({target: {result: database}}) => {
 
 @pytest.fixture
 def keyed(browser, tmp_path) -> Iterator[Served]:
-    """A fleet of its own that wants a key."""
+    """A fleet with an API key."""
     with start_fleet(
         tmp_path, VLM_GATEWAY__API_KEYS="sk-one", VLM_ENGINE__MOCK__DECODE_S="0.05",
         VLM_ENGINE__MOCK__NUM_OUTPUT_TOKENS="1000",
@@ -551,7 +551,7 @@ def keyed(browser, tmp_path) -> Iterator[Served]:
 
 
 @long("browser-test")
-def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser, keyed):
+def test_the_page_asks_for_a_key_and_reports_a_lost_gateway(browser, keyed):
     page = ChatPage(browser, keyed.url)
     page.open()
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
@@ -568,7 +568,7 @@ def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser,
     assert page.note == "The connection was lost before the answer was complete."
     page.answer.find_element(By.CSS_SELECTOR, ".again").click()
     page.wait_for(lambda: "cannot be reached" in page.note)
-    back = "The gateway is back."  # it is started again
+    back = "The gateway is back."  # after a restart
     page.wait_for(lambda: page.find("#announcer").get_property("textContent") == back)
     assert page.find("#fleet").text == "1 worker"
     page.answer.find_element(By.CSS_SELECTOR, ".again").click()
@@ -584,7 +584,7 @@ def test_a_key_is_asked_for_and_a_gateway_that_goes_away_is_said_kindly(browser,
 
 
 @long("browser-test")
-def test_it_fits_a_phone_and_the_dark(page: ChatPage):
+def test_the_page_fits_a_phone_and_has_a_dark_scheme(page: ChatPage):
     screens = (("small", SMALL, "light"), ("phone-dark", PHONE, "dark"), ("dark", DESK, "dark"))
     for name, size, scheme in screens:
         page.open(size, scheme)
@@ -595,7 +595,7 @@ def test_it_fits_a_phone_and_the_dark(page: ChatPage):
         assert root.get_property("scrollWidth") <= size[0]
         main = page.find("#main")
         assert main.get_property("scrollWidth") <= main.get_property("clientWidth")
-        field = page.find("#question")  # without a scroll bar below
+        field = page.find("#question")  # without a scroll bar
         assert field.get_property("clientHeight") == field.get_property("offsetHeight")
         page.keep(f"answer-{name}")
     assert is_dark(page)

@@ -1,4 +1,4 @@
-"""The API reference: every operation and schema of the document, from this gateway's own files alone."""
+"""The API reference shows every operation and schema of the document, using only files of this gateway."""
 
 import httpx
 

@@ -1,4 +1,4 @@
-"""The search view against a real fleet and the built-in model that finds images by words."""
+"""The search view with a real fleet and the built-in model that finds images by words."""
 
 import shutil
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ SAMPLES = sorted((Path(PACKAGE).parent / "samples").glob("*.png"))
 
 @pytest.fixture(scope="module")
 def clip(browser, tmp_path_factory) -> Iterator[Served]:
-    """A fleet of shapes-clip alone, that wants a key."""
+    """A fleet with only shapes-clip and an API key."""
     folder = tmp_path_factory.mktemp("clip")
     with start_fleet(
         folder, "--model", "shapes-clip", engine="auto", VLM_GATEWAY__API_KEYS="sk-one"
@@ -27,7 +27,7 @@ def clip(browser, tmp_path_factory) -> Iterator[Served]:
 
 @pytest.fixture
 def search(browser, clip) -> Iterator[ChatPage]:
-    """The search view, its key given."""
+    """The search view after the key was entered."""
     page = ChatPage(browser, f"{clip.url}/#search")
     page.open()
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())
@@ -35,7 +35,7 @@ def search(browser, clip) -> Iterator[ChatPage]:
     page.wait_for(lambda: page.find("#search-welcome").is_displayed())
     assert page.find("#search-model").get_property("value") == "shapes-clip"
     yield page
-    refused = ("401 (Unauthorized)", "400 (Bad Request)")  # no key yet, a broken image
+    refused = ("401 (Unauthorized)", "400 (Bad Request)")  # first no key, then a broken image
     complaints = page.complaints()
     assert [line for line in complaints if not any(text in line for text in refused)] == []
 
@@ -50,7 +50,7 @@ def wait_for_all(page: ChatPage, count: int) -> None:
 
 
 def ask(page: ChatPage, words: str) -> str:
-    """The name of the nearest image."""
+    """Searches by words; returns the name of the nearest image."""
     page.find("#words").clear()
     page.find("#words").send_keys(words, Keys.ENTER)
     said = f"Nearest to {words}: "
@@ -85,14 +85,14 @@ def test_a_dropped_folder_is_found_by_words_and_by_an_image(search: ChatPage, tm
     assert search.find("#search-intro").is_displayed()
     search.find("#words").clear()
     search.find("#words").send_keys("a red star", Keys.ENTER)  # before there are images
-    for _ in range(2):  # then they are there already
+    for _ in range(2):  # the second time they are already there
         search.find("#gallery-folder").send_keys(str(SAMPLES[0].parent))
         wait_for_all(search, len(SAMPLES))
     search.wait_for(lambda: hits(search)[0][0] == "wreath.png" and hits(search)[0][1] > 0)
 
 
 @long("browser-test")
-def test_without_a_model_it_says_what_to_start(page: ChatPage):
+def test_without_a_model_the_view_explains_how_to_start_one(page: ChatPage):
     page.find('#views [href="#search"]').click()
     page.wait_for(lambda: page.find("#search-none").is_displayed())
     assert "vlm serve --also shapes-clip" in page.find("#search-none").text
@@ -100,7 +100,7 @@ def test_without_a_model_it_says_what_to_start(page: ChatPage):
     assert page.answer_to("What is it?")
 
 
-def test_the_reference_of_a_gateway_with_keys_asks_for_one(browser, clip):
+def test_the_reference_of_a_gateway_with_keys_asks_for_a_key(browser, clip):
     page = ChatPage(browser, f"{clip.url}/docs")
     page.open(DESK)
     page.wait_for(lambda: page.find("#key-dialog").is_displayed())

@@ -1,4 +1,4 @@
-"""Checks for Kubernetes manifests: those of the example, of the chart, and of `vlm deploy`."""
+"""Checks for Kubernetes manifests of the example, of the chart, and of `vlm deploy`."""
 
 from functools import cache
 from pathlib import Path
@@ -12,13 +12,13 @@ from engines.upstream.vllm import Vllm
 from shared.settings.load import load_settings
 from shared.settings.tree import Settings
 
-VERSION = "1.30"  #: the oldest that it is for
+VERSION = "1.30"  #: the oldest supported version
 KEDA = Path(__file__).parent / "keda"
 
 
 @cache
 def schema_of(kind: str) -> dict[str, Any]:
-    """Of an object of KEDA, by its own definitions."""
+    """Returns the schema of a KEDA object from its CRD."""
     definition = yaml.safe_load((KEDA / f"{kind.lower()}s.yaml").read_text())["spec"]
     assert definition["names"]["kind"] == kind
     [version] = definition["versions"]
@@ -39,7 +39,7 @@ def _close(schema: Any) -> None:
 
 
 def check_schema(document: dict[str, Any]) -> None:
-    """Unknown fields, which a cluster would drop, are wrong.
+    """Validates an object. Unknown fields, which a cluster would drop, are errors.
 
     Raises: jsonschema.ValidationError, kubernetes_validate.ValidationError.
     """
@@ -54,7 +54,7 @@ def check_schema(document: dict[str, Any]) -> None:
 
 
 def _as_autoscaler(scaled: dict[str, Any]) -> dict[str, Any]:
-    """The autoscaler that KEDA makes of it, but for its metrics."""
+    """Returns the autoscaler that KEDA creates from it, without its metrics."""
     spec = scaled["spec"]
     target = {"apiVersion": "apps/v1", "kind": "Deployment", **spec["scaleTargetRef"]}
     return {
@@ -63,7 +63,7 @@ def _as_autoscaler(scaled: dict[str, Any]) -> dict[str, Any]:
         "metadata": scaled["metadata"],
         "spec": {
             "scaleTargetRef": target,
-            # An autoscaler begins at 1; KEDA itself goes from 0 to 1 and back.
+            # An autoscaler starts at 1; KEDA itself scales from 0 to 1 and back.
             "minReplicas": max(spec["minReplicaCount"], 1),
             "maxReplicas": spec["maxReplicaCount"],
             **spec["advanced"]["horizontalPodAutoscalerConfig"],
@@ -90,9 +90,9 @@ def variables(container: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_all(documents: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schemas, pods, their settings, and what selects them."""
+    """Checks schemas, pods, their settings, and selectors."""
     for document in documents:
-        if document["kind"] not in ("PodMonitor", "PrometheusRule"):  # which others define
+        if document["kind"] not in ("PodMonitor", "PrometheusRule"):  # defined by other projects
             check_schema(document)
     check_selectors(documents)
     for name, pod in pods_of(documents).items():
@@ -105,11 +105,11 @@ def check_all(documents: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) 
 
 
 def check_pod(documents: list[dict[str, Any]], name: str) -> None:
-    """It may do nothing that it needs not, is probed and bounded, and mounts what it has."""
+    """Checks that a pod has minimal privileges, probes, limits, and all volumes that it mounts."""
     pod = pods_of(documents)[name]
     spec = pod["spec"]
     assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False  # their variables would be unknown settings
+    assert spec["enableServiceLinks"] is False  # they would be unknown settings
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     claims = [
@@ -132,7 +132,7 @@ def check_pod(documents: list[dict[str, Any]], name: str) -> None:
 
 
 def check_settings(name: str, pod: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Its variables are settings, and leave it time to drain. Returns the settings."""
+    """Checks that its variables are settings and that it has time to drain. Returns the settings."""
     box = pod["spec"]["containers"][0]
     for key, value in variables(box).items():
         if not isinstance(value, str):
@@ -156,7 +156,7 @@ def check_settings(name: str, pod: dict[str, Any], monkeypatch: pytest.MonkeyPat
 
 
 def check_selectors(documents: list[dict[str, Any]]) -> None:
-    """What selects pods finds them, at ports that are there."""
+    """Checks that every selector matches a pod, at ports that exist."""
     pods = pods_of(documents).values()
     labels = [pod["metadata"]["labels"] for pod in pods]
     named = {port["name"] for pod in pods for box in pod["spec"]["containers"] for port in box["ports"]}  # fmt: skip
@@ -172,7 +172,7 @@ def check_selectors(documents: list[dict[str, Any]]) -> None:
 
 
 def check_vllm(pod: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """vLLM is a container of the worker's pod. Returns it, and the variables of the worker."""
+    """Checks that vLLM is a container of the worker's pod. Returns it, and the worker's variables."""
     [server], [own] = pod["spec"]["initContainers"], pod["spec"]["containers"]
     settings = variables(own)
     url = settings["VLM_ENGINE__URL"]

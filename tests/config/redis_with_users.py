@@ -27,9 +27,9 @@ WITHIN_S = 30.0
 
 
 class RedisWithUsers:
-    """A server with the shipped configuration and users that may be killed and started again on what it kept.
+    """A server with the shipped configuration and users, which tests can kill and restart with its data.
 
-    `url` and `client` are for one of its users; `admin`: a user beside the shipped ones, for tests that look at every key.
+    `url` and `client` are for a given user. `admin` is an additional user with access to every key.
     """
 
     def __init__(self, program: Path, folder: Path) -> None:
@@ -58,7 +58,7 @@ class RedisWithUsers:
         return False
 
     def start(self) -> None:
-        """Start it as compose does, by `start.sh`, and wait until it has loaded what it keeps."""
+        """Starts it with `start.sh`, as compose does, and waits until it has loaded its data."""
         variables = {f"REDIS_{user.upper()}_PASSWORD": text for user, text in PASSWORDS.items()}
         path = f"{self._program.parent}:{os.environ['PATH']}"
         self._process = subprocess.Popen(
@@ -70,7 +70,7 @@ class RedisWithUsers:
         assert self._process.poll() is None, "redis-server ended"
 
     def end(self, signal_number: signal.Signals = signal.SIGKILL) -> None:
-        """Let it end, and wait until it has."""
+        """Ends the server and waits for it."""
         if self._process is not None:
             self._process.send_signal(signal_number)
             self._process.wait()
@@ -79,7 +79,7 @@ class RedisWithUsers:
 
 @contextmanager
 def run_redis(program: Path, folder: Path) -> Iterator[RedisWithUsers]:
-    """A server in its own folder."""
+    """Runs a server in its own folder."""
     server = RedisWithUsers(program, folder)
     try:
         server.start()

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts, held to the metrics of the fleet."""
+"""The dashboard and the alerts use existing metrics."""
 
 import json
 import re
@@ -27,7 +27,7 @@ SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("",), "gauge
 
 
 @pytest.mark.parametrize("panel", PANELS, ids=TITLES)
-def test_queries_use_variables_and_labels_that_there_are(panel):
+def test_queries_use_existing_variables_and_labels(panel):
     known = {each["name"] for each in DASHBOARD["templating"]["list"]} | GRAFANAS_VARIABLES
     for target in panel["targets"]:
         assert set(re.findall(r"\$\{?(\w+)", target["expr"])) <= known
@@ -36,7 +36,7 @@ def test_queries_use_variables_and_labels_that_there_are(panel):
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_queries_name_series_and_labels_that_are_there(query):
+def test_queries_name_existing_series_and_labels(query):
     series = {m.name + suffix: m for m in METRICS for suffix in SUFFIXES[m.kind]}
     selectors = re.findall(r"\b((?:vlm_|up\b)\w*)(?:\{([^}]*)\})?", query)
     assert selectors
@@ -48,8 +48,8 @@ def test_queries_name_series_and_labels_that_are_there(query):
             assert labels <= {*series[name].labels, "job", "instance"}, name
 
 
-def test_errors_that_are_ours_are_all_named():
-    """A client that left is not an error of ours, whatever its status would be."""
+def test_all_server_errors_are_named():
+    """Errors of clients that disconnected do not count, although their status is above 500."""
     ours = {code for code in ErrorCode if ERROR_CODES[code.value][0] >= 500}
     codes = {code.value for code in ours - {ErrorCode.CANCELLED}} | {"internal_error"}
     found = re.findall(r'outcome=~\\?"([a-z_|]+)\\?"', "\n".join(QUERIES))

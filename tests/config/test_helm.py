@@ -1,4 +1,4 @@
-"""The Helm chart: rendered by Helm's own library, its objects keep to the schemas and say what `config/kubernetes` says."""
+"""The Helm chart, rendered by Helm's library: its objects match the schemas and equal those of `config/kubernetes`."""
 
 import re
 import tomllib
@@ -78,14 +78,14 @@ def pods(variant: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_objects_keep_to_schemas_and_pods_may_do_nothing_that_they_need_not(variant, monkeypatch):
+def test_objects_match_schemas_and_pods_have_minimal_privileges(variant, monkeypatch):
     check_all(MADE[variant], monkeypatch)
     report = helm.lint(CHART, VARIANTS[variant], strict=True, kube_version="v1.30.0")
     assert report["errors"] == []
     assert [m for m in report["messages"] if m["severity"] > 1] == []
 
 
-def test_every_object_is_made_once_and_where_it_is_wanted():
+def test_every_object_is_rendered_once_if_enabled():
     for variant, documents in MADE.items():
         assert len(by_name(variant)) == len(documents)
     kinds = {variant: {kind for kind, _ in by_name(variant)} for variant in VARIANTS}
@@ -100,7 +100,7 @@ def test_every_object_is_made_once_and_where_it_is_wanted():
 
 
 def same(document: dict[str, Any]) -> dict[str, Any]:
-    """What an object of the chart and of the example have in common, to compare them."""
+    """Returns the fields of an object that the chart and the example have in common."""
     spec = yaml.safe_load(yaml.safe_dump(document["spec"]).replace("worker-shapes", "worker"))
     pod = spec.get("template", {})
     pod.get("metadata", {}).pop("annotations", None)
@@ -114,7 +114,7 @@ def same(document: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def test_the_default_fleet_is_that_of_the_example():
+def test_the_default_fleet_equals_that_of_the_example():
     scaled = render({"autoscaling": {"enabled": True}})
     made = {
         (kind, name.replace("worker-shapes", "worker")): document
@@ -136,7 +136,7 @@ def test_redis_gets_the_files_of_the_repository():
         assert volume["configMap"] == {"name": "redis"}
 
 
-def test_sentinels_are_asked_by_gateways_and_workers():
+def test_gateways_and_workers_use_the_sentinels():
     known = by_name("all")
     stateful = known["StatefulSet", "redis"]["spec"]
     assert stateful["replicas"] == 3
@@ -156,7 +156,7 @@ def test_sentinels_are_asked_by_gateways_and_workers():
         assert {"protocol": "TCP", "port": port} in egress[0]["ports"]
     script = known["ConfigMap", "redis"]["data"]["sentinel.sh"]
     assert f"sentinel monitor {url.name} " in script
-    # What the script asks for, and the containers give.
+    # The variables that the script reads, and those that the containers set.
     asked = set(re.findall(r"\$\{?([A-Z]{2}[A-Z_]+)", script)) - {"PWD", "TMPDIR"}
     assert asked == {"SELF", "PEERS", "REDIS_REPLICA_PASSWORD", "DOWN_AFTER_MS"}
     assert asked <= set(variables(sentinel))
@@ -169,7 +169,7 @@ def test_an_external_redis_is_used():
         order = [each["name"] for each in box["env"]]
         assert variables(box)["VLM_REDIS_URL"] == EXTERNAL
         assert variables(box)["REDIS_USER"] == name.partition("-")[0]
-        # Kubernetes expands what stands before.
+        # Kubernetes expands only variables that are defined before.
         assert order.index("VLM_REDIS_URL") > max(order.index("REDIS_USER"), order.index("REDIS_PASSWORD"))  # fmt: skip
     for name in ("gateway", "worker"):
         egress = by_name("external")["NetworkPolicy", name]["spec"]["egress"]
@@ -204,7 +204,7 @@ def test_an_entry_of_workers_overrides_the_defaults():
     assert "tolerations" not in spec["template"]["spec"]
 
 
-def test_scaling_asks_for_the_workers_own_model():
+def test_scaling_uses_the_queue_of_the_workers_model():
     models = {"shapes": "shapes", "qwen": QWEN, "gpu": "m"}
     for name, model in models.items():
         scaled = by_name("all")["ScaledObject", f"worker-{name}"]["spec"]
@@ -220,7 +220,7 @@ def test_scaling_asks_for_the_workers_own_model():
         assert f'"{served}"' in scaled["spec"]["triggers"][0]["metadata"]["query"]
 
 
-def test_prometheus_scrapes_under_the_names_that_dashboard_and_alerts_expect():
+def test_prometheus_scrapes_with_the_job_names_of_dashboard_and_alerts():
     for app, port in (("gateway", "http"), ("worker", "health")):
         monitor = by_name("all")["PodMonitor", app]
         assert monitor["metadata"]["labels"]["release"] == "prometheus"
@@ -252,7 +252,7 @@ def test_prometheus_scrapes_under_the_names_that_dashboard_and_alerts_expect():
     ],
     ids=str,
 )
-def test_values_that_are_unknown_wrong_or_contradict_each_other_are_refused_by_name(values, named):
+def test_unknown_wrong_or_contradictory_values_are_refused_by_name(values, named):
     with pytest.raises(helm.HelmError, match=rf"\b{named}\b"):
         render(values)
 
@@ -265,7 +265,7 @@ def test_the_chart_has_the_version_of_the_project():
         assert chart.name == project["name"]
 
 
-def test_the_values_of_the_guide_are_taken():
+def test_the_values_of_the_guide_are_accepted():
     section = GUIDE.split("## Helm")[1].split("\n## ")[0]
     [text] = re.findall(r"```yaml\n(.*?)```", section, re.S)
     made = {name_of(document) for document in render(yaml.safe_load(text))}

@@ -1,4 +1,4 @@
-"""What the container image is made of, as far as no engine is needed to see it."""
+"""The contents of the container image, as far as they can be checked without Docker."""
 
 import re
 import tomllib
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_image_gets_all_that_the_wheel_holds():
+def test_the_image_has_all_files_of_the_wheel():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
     lines = (ROOT / ".dockerignore").read_text().splitlines()
@@ -18,7 +18,7 @@ def test_the_image_gets_all_that_the_wheel_holds():
 
 
 @pytest.mark.parametrize("package", ["bubblewrap", "openssh-client"])
-def test_every_image_brings_the_programs_that_gateways_and_nodes_run(package: str):
+def test_every_image_has_the_programs_that_gateways_and_nodes_run(package: str):
     final = (ROOT / "config" / "Dockerfile").read_text().rpartition("\nFROM ")[2]
     command = final.replace("\\\n", " ")
     installed = re.findall(r"apt-get install ([^&]*)", command)

@@ -1,4 +1,4 @@
-"""The Kubernetes example: its manifests keep to the schemas, its settings are ours, its parts fit together."""
+"""The Kubernetes example: its manifests match the schemas, its settings are valid, and its parts fit together."""
 
 import re
 import shutil
@@ -25,13 +25,13 @@ def container(name: str) -> dict[str, Any]:
     return found
 
 
-def test_manifests_keep_to_schemas_and_pods_may_do_nothing_that_they_need_not(monkeypatch):
+def test_manifests_match_schemas_and_pods_have_minimal_privileges(monkeypatch):
     check_all(DOCUMENTS, monkeypatch)
     assert variables(container("gateway"))["VLM_GATEWAY__API_KEYS"]
 
 
 def kustomize(folder: Path) -> tuple[list[dict[str, Any]], str]:
-    """Documents of a folder, and their text."""
+    """Returns the documents that kustomize builds from a folder, and their text."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
@@ -44,10 +44,10 @@ def test_vllm_is_a_container_of_the_workers_pod():
     [worker] = [d for d in made if (d["kind"], d["metadata"]["name"]) == ("Deployment", "worker")]
     check_schema(worker)
     _, settings = check_vllm(worker["spec"]["template"])
-    assert settings["VLM_REDIS_URL"]  # the worker's own settings stay
+    assert settings["VLM_REDIS_URL"]  # the worker's other settings are kept
 
 
-def test_kustomize_puts_it_together():
+def test_kustomize_builds_the_example():
     made, text = kustomize(FOLDER)
     [config] = [doc for doc in made if doc["kind"] == "ConfigMap"]
     assert set(config["data"]) == {"redis.conf", "start.sh", "users.acl"}
@@ -57,24 +57,24 @@ def test_kustomize_puts_it_together():
     assert len(made) == len(DOCUMENTS) + 1
 
 
-def test_all_talk_is_denied_that_is_not_allowed():
+def test_network_policies_deny_all_other_traffic():
     policies = {d["metadata"]["name"]: d["spec"] for d in DOCUMENTS if d["kind"] == "NetworkPolicy"}
     assert policies["nobody"] == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
     assert "egress" not in policies["redis"]
     assert policies["worker"]["ingress"][0]["from"]
 
 
-def test_scaling_asks_for_metrics_that_exist_and_for_a_deployment_that_does():
+def test_scaling_uses_existing_metrics_and_deployments():
     [spec] = [d["spec"] for d in DOCUMENTS if d["kind"] == "ScaledObject"]
     assert spec["scaleTargetRef"]["name"] == "worker"
     [worker] = [
         d for d in DOCUMENTS if d["kind"] == "Deployment" and d["metadata"]["name"] == "worker"
     ]
-    assert "replicas" not in worker["spec"]  # else each `apply` would undo the scaling
+    assert "replicas" not in worker["spec"]  # otherwise each `apply` would undo the scaling
     known = {metric.name: set(metric.labels) for metric in METRICS}
     queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
     assert any("vlm_queue_age_seconds" in query for query in queries)
     for query in queries:
         [(name, matchers)] = re.findall(r"(vlm_\w+)(?:\{([^}]*)\})?", query)
-        assert re.findall(r"(\w+)=", matchers) == ["model"]  # no other model's load
+        assert re.findall(r"(\w+)=", matchers) == ["model"]  # only the load of this model
         assert "model" in known[name]

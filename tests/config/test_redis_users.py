@@ -1,4 +1,4 @@
-"""The Redis of `config/redis`: the whole main path works under its users, and what they do not need is denied."""
+"""The Redis of `config/redis`: the main path works with its users, and commands that they do not need are denied."""
 
 import asyncio
 import inspect
@@ -70,7 +70,7 @@ def server(redis_program, tmp_path_factory) -> Iterator[RedisWithUsers]:
 
 @asynccontextmanager
 async def run_worker(server: RedisWithUsers, name: str) -> AsyncIterator[Process]:
-    """A worker process that is told nothing but its user's URL."""
+    """Runs a worker process that gets only the URL of its user."""
     variables = {
         "VLM_REDIS_URL": server.url("worker"),
         "VLM_WORKER__ID": name,
@@ -98,7 +98,7 @@ def ask_about_an_image(**changes) -> dict:
 
 
 async def follow(gateway: RunningGateway, has_begun: asyncio.Event) -> str:
-    """The text of a stream that takes its time."""
+    """Reads a slow stream to its end; returns its text."""
     lines = []
     body = ask_about_an_image(max_tokens=100, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
@@ -109,7 +109,7 @@ async def follow(gateway: RunningGateway, has_begun: asyncio.Event) -> str:
 
 
 async def outlive(gateway: RunningGateway, worker: Process) -> None:
-    """Requests in the hands of a worker that stops are finished by another."""
+    """Another worker finishes the requests of a worker that stops."""
     begun = [asyncio.Event() for _ in range(4)]
     streams = [asyncio.create_task(follow(gateway, has_begun)) for has_begun in begun]
     await asyncio.gather(*(has_begun.wait() for has_begun in begun))
@@ -119,7 +119,7 @@ async def outlive(gateway: RunningGateway, worker: Process) -> None:
 
 
 async def leave_early(gateway: RunningGateway) -> None:
-    """A client that goes after the first event; its request leaves the queue."""
+    """A client disconnects after the first event, and its request leaves the queue."""
     body = ask_about_an_image(max_tokens=300, stream=True)
     async with gateway.client.stream("POST", CHAT, json=body) as response:
         await anext(response.aiter_lines())
@@ -130,8 +130,8 @@ async def leave_early(gateway: RunningGateway) -> None:
     await until_equal(num_open, 0)
 
 
-async def test_the_main_path_works_under_the_users(server, caplog):
-    """Whole, streamed, resumed, left early, handed from a worker that stops to another; with images."""
+async def test_the_main_path_works_with_the_users(server, caplog):
+    """Requests with images: complete, streamed, resumed, disconnected, and taken over by another worker."""
     settings = make_settings(server.url("gateway"), "vlm")
     async with (
         run_gateway_on_socket(settings, refresh=False) as gateway,
@@ -173,7 +173,7 @@ DENIED = {
     ),
     "node": (("GET", "vlm:stream:r"), ("XTRIM", "vlm:{m}:queue", "MAXLEN", "0")),
 }  # fmt: skip
-#: Of no use to any process: what reads or ends everything, and what changes the server.
+#: Commands that no process needs: those that read or end everything, and those that change the server.
 DENIED_TO_ALL = (
     ("SET", "other", "1"), ("XGROUP", "DESTROY", "vlm:{m}:queue", "workers"),
     ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"), ("RANDOMKEY",), ("DBSIZE",),
@@ -200,8 +200,8 @@ def test_other_commands_and_keys_are_denied(server, user):
                 client.execute_command("EVAL", f"return redis.call({command})", 0)
 
 
-def test_keda_counts_what_waits_and_may_do_nothing_else(server):
-    """The commands of its scaler of streams by lag."""
+def test_keda_can_only_read_the_length_of_queues(server):
+    """The commands of KEDA's scaler for streams by lag."""
     queue = RedisKeys().queue("n@3f2a")
     with server.client("admin") as admin:
         admin.xgroup_create(queue, GROUP, id="0", mkstream=True)
@@ -212,14 +212,14 @@ def test_keda_counts_what_waits_and_may_do_nothing_else(server):
         assert keda.xlen(queue) == 1
         [group] = keda.xinfo_groups(queue)
         assert group["name"] == GROUP.encode()
-        assert group.get("lag", 1) == 1, version  # Redis 6 has none
+        assert group.get("lag", 1) == 1, version  # Redis 6 does not report the lag
         denied = (("XINFO", "STREAM", queue), ("XRANGE", queue, "-", "+"), ("DEL", queue))
         for command in (*denied, ("XLEN", "other"), *DENIED_TO_ALL[:-1]):
             with pytest.raises(NoPermissionError):
                 keda.execute_command(*command)
 
 
-async def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
+async def test_connections_need_a_user_and_the_right_password(server):
     with server.client("probe") as probe:
         assert probe.execute_command("PING")
         with pytest.raises(NoPermissionError):
@@ -239,7 +239,7 @@ async def test_nobody_enters_without_a_name_or_with_a_wrong_password(server):
     assert (answer.status_code, answer.json()) == (503, {"status": "no redis"})
 
 
-#: What each kind of process calls of the code that speaks to Redis, besides the sending itself.
+#: The code that speaks to Redis in each kind of process, besides the sender itself.
 CALLED = {
     "gateway": (
         *(RedisGatewayQueue, ResumableCalls, RedisMailbox, RecordStore, SessionStore, Leases),
@@ -261,21 +261,21 @@ CALLED["node"] = (
     *(RedisGatewayQueue.fail_all,),
     *(Registry.workers, Registry.worker, Registry._members, Registry.forget),
 )
-CONTAINERS = ("XGROUP", "XINFO")  #: whose subcommands are rights of their own
-OF_NODES = inspect.getsource(RedisGatewayQueue.fail_all)  #: which gateways do not call
+CONTAINERS = ("XGROUP", "XINFO")  #: commands whose subcommands have separate permissions
+OF_NODES = inspect.getsource(RedisGatewayQueue.fail_all)  #: not called by gateways
 
 
 WORD = r"""['"]([A-Z]{3,})['"](?:,\s*['"]([A-Z]+)['"])?"""
 
 
 def commands_in(source: str, pattern: str = WORD) -> set[str]:
-    """What looks like a command, with the subcommand where the right is for that."""
+    """Returns the possible commands in a source, with the subcommand if that has its own permission."""
     found = re.findall(pattern, source)
     return {f"{word}|{sub}" if word in CONTAINERS else word for word, sub in found}
 
 
 def commands_of_script(script: Script) -> set[str]:
-    """What it may call; functions that it does not use are left out."""
+    """Returns the commands of a script, without those of functions that it does not use."""
     source = script.source
     for function, name in re.findall(r"(?ms)^(local function (\w+)\(.*?^end$)", source):
         if len(re.findall(rf"\b{name}\(", source)) == 1:
@@ -284,7 +284,7 @@ def commands_of_script(script: Script) -> set[str]:
 
 
 def commands_of(code) -> set[str]:
-    """The commands of a function or class, and those of each script that it names."""
+    """Returns the commands of a function or class, including those of the scripts that it names."""
     source = inspect.getsource(code)
     source = source if source == OF_NODES else source.replace(OF_NODES, "")
     known = vars(inspect.getmodule(code)).items()
@@ -294,13 +294,13 @@ def commands_of(code) -> set[str]:
 
 
 def rights_of(user: str, sign: str) -> set[str]:
-    """The commands (`+`) or the patterns of keys (`~`) of a user."""
+    """Returns the commands (`+`) or the key patterns (`~`) of a user."""
     [line] = re.findall(rf"^user {user} .*", USERS, re.MULTILINE)
     return set(re.findall(rf" {re.escape(sign)}(\S+)", line))
 
 
 def patterns_of_keys() -> set[str]:
-    """All keys of the code, with `*` for each name."""
+    """Returns all keys of the code, with `*` for each name."""
     keys, patterns = RedisKeys(), {RedisKeys().spent + "*"}
     for name, member in vars(RedisKeys).items():
         if isinstance(member, property):
@@ -311,12 +311,12 @@ def patterns_of_keys() -> set[str]:
 
 
 @pytest.mark.parametrize("user", ["gateway", "worker", "node", "keda"])
-def test_users_may_touch_keys_of_the_code_alone(user):
+def test_users_can_access_only_keys_of_the_code(user):
     assert rights_of(user, "~") <= patterns_of_keys()
 
 
 @pytest.mark.parametrize("user", ["gateway", "worker", "node"])
-def test_users_may_call_what_their_code_calls_and_nothing_else(server, user):
+def test_users_can_run_exactly_the_commands_of_their_code(server, user):
     allowed = {command.upper() for command in rights_of(user, "+")}
     sending = (RedisSender.run, with_ttl)
     called = set().union(*map(commands_of, (*sending, *CALLED[user])))
@@ -336,7 +336,7 @@ def test_a_missing_password_stops_the_server(tmp_path):
 
 @asynccontextmanager
 async def connect(server: RedisWithUsers, user: str) -> AsyncIterator[tuple[Redis, Redis]]:
-    """A user's clients as the processes make them: for commands, and for reads that wait."""
+    """Opens a user's clients as the processes do: one for commands, and one for blocking reads."""
     settings = RedisSettings(url=server.url(user))
     async with create_redis(settings) as client, create_redis(settings, blocking=True) as blocking:
         yield client, blocking
@@ -346,7 +346,7 @@ async def connect(server: RedisWithUsers, user: str) -> AsyncIterator[tuple[Redi
 async def open_queue(
     server: RedisWithUsers,
 ) -> AsyncIterator[tuple[RedisGatewayQueue, RedisBlobStore, RedisWorkerQueue]]:
-    """What a gateway and a worker hold of the queue, each as its own user."""
+    """Opens the queue of a gateway and a worker, each with its own user."""
     async with connect(server, "gateway") as (gateway, _), connect(server, "worker") as workers:
         queue, blobs = RedisGatewayQueue(gateway, "vlm"), RedisBlobStore(gateway, "vlm")
         claims = RedisWorkerQueue(
@@ -368,8 +368,8 @@ def keys_that_never_expire(server: RedisWithUsers) -> list[bytes]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how):
-    """Requests that wait, one that runs, its tokens and images: all are there, and all will go away."""
+async def test_accepted_requests_survive_a_restart(redis_program, tmp_path, how):
+    """Waiting requests, a running one, its tokens and its images: all are kept, and all expire."""
     waiting = {f"waits-{number}" for number in range(8)}
     image = b"image"
     with run_redis(redis_program, tmp_path) as server:
@@ -401,7 +401,7 @@ async def test_what_was_accepted_outlives_a_restart(redis_program, tmp_path, how
 
 
 async def make_every_kind_of_key(server: RedisWithUsers) -> None:
-    """What processes say of themselves when they start, and a request."""
+    """Writes the records of starting processes, and a request."""
     async with (
         open_queue(server) as (queue, blobs, worker),
         connect(server, "gateway") as (gateway, blocking),
@@ -424,7 +424,7 @@ async def make_every_kind_of_key(server: RedisWithUsers) -> None:
 
 
 def read_log(folder: Path) -> Iterator[list[list[bytes]]]:
-    """What a server wrote, in the pieces that are loaded as a whole: commands and transactions."""
+    """Yields the commands and transactions of the append-only file, which are loaded atomically."""
     reader, whole = hiredis.Reader(), []
     for path in sorted(folder.rglob("*.aof")):
         reader.feed(path.read_bytes())
@@ -435,7 +435,7 @@ def read_log(folder: Path) -> Iterator[list[list[bytes]]]:
             whole = []
 
 
-async def test_no_key_lives_for_ever_wherever_the_log_ends(redis_program, tmp_path):
+async def test_every_key_expires_wherever_the_log_ends(redis_program, tmp_path):
     """A server that dies loses its last second, and a process its next command."""
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):

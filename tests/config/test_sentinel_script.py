@@ -1,4 +1,4 @@
-"""The servers and Sentinels of `config/helm/files/sentinel.sh`: a replica takes over, and a restart finds the primary."""
+"""Servers and Sentinels of `config/helm/files/sentinel.sh`: failover, and restarts that find the primary."""
 
 import os
 import random
@@ -31,7 +31,7 @@ WITHIN_S = 60.0
 
 
 class Pods:
-    """Three of them, each with a server and a Sentinel, on addresses of the loopback interface."""
+    """Three pods, each with a server and a Sentinel, on addresses of the loopback interface."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
         network = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
@@ -71,7 +71,7 @@ class Pods:
             process.wait()
 
     def primary(self, host: str) -> str:
-        """What the Sentinel of a pod says, asked without a password."""
+        """Returns the primary that the Sentinel of a pod reports, without a password."""
         with suppress(RedisError), self.sentinel(host) as client:
             state = client.sentinel_masters()["fleet"]
             if state["num-slaves"] >= 2 and state["num-other-sentinels"] >= 2:
@@ -83,7 +83,7 @@ class Pods:
         return Redis(host=host, port=SENTINEL, protocol=2, retry=Retry(NoBackoff(), 0))
 
     def roles(self) -> list[str]:
-        """`master` or `slave` with `up` or `down` of its link, of each server that answers."""
+        """Returns the role of each server that responds: `master`, or `slave` with `up` or `down` of its link."""
         found = []
         for host in self.hosts:
             with (
@@ -156,10 +156,10 @@ async def test_a_replica_takes_over_and_a_restarted_pod_follows_it(pods):
     async with redis:
         assert await redis.get("vlm:stream:1") == b"kept"
 
-    # All at once: no Sentinel answers, and the volumes know that it is not the first server.
+    # A restart of all pods: no Sentinel responds, and the volumes show that the server is not the first one.
     for host in pods.hosts:
         pods.end(host)
     for host in pods.hosts:
-        pods.start(host, down_after_s=60)  # no failover because a server starts late
+        pods.start(host, down_after_s=60)  # prevents a failover while servers start
     wait_for(lambda: pods.roles() == ["master", "slave up", "slave up"], WITHIN_S)
     wait_for(lambda: pods.primary(second) == second, WITHIN_S)

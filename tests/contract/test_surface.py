@@ -607,7 +607,7 @@ async def test_the_error_of_an_unknown_or_unfit_model_lists_the_others(
 @pytest.mark.parametrize("path", ["/v1/echo"])
 @pytest.mark.parametrize("changes", [{"limits": {"max_images": 2}}])
 async def test_images_are_checked_for_every_surface(speaker, worker, fleet, redis_server):
-    """It neither limits their number nor checks whether the model supports images."""
+    """The surface checks neither their number nor whether the model supports images; the gateway does."""
     card = replace(CARD, name="blind", supports_images=False)
     async with run_worker(redis_server, fleet.prefix, card) as blind:
         blind.script = answer_any

@@ -1,4 +1,4 @@
-"""`vlm plan`: the arithmetic, the file that benchmarks write, and what the command says."""
+"""`vlm plan`: the arithmetic, the figures that benchmarks write, and the output of the command."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ ENGINE = EngineFigures("a GPU", "some-model", 32, 1e-3, 1e-4, 0.1)
 LOAD = Load(rate=10, prompt_tokens=1000, output_tokens=100, images=1, image_bytes=200_000)
 
 
-def test_a_plan_is_the_load_times_the_costs():
+def test_a_plan_multiplies_the_load_by_the_costs():
     plan = make_plan(LOAD, FLEET, ENGINE)
-    # 100 ms for output, prompt and image each; an image of twice the measured size counts as two.
+    # 100 ms each for output, prompt and image; an image of twice the measured size counts twice.
     assert plan.busy["engine"] == pytest.approx(10 * 0.3)
     assert plan.busy["gateway"] == pytest.approx(10 * (1e-3 + 2e-3 + 2e-3))
     assert plan.busy["redis-server"] == pytest.approx(10 * (0.5e-3 + 1e-3 + 2e-3))

@@ -1,4 +1,4 @@
-"""What commands of deployments print."""
+"""The output of deployment commands."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def test_tables_lose_no_text_on_a_terminal_and_in_a_pipe(width, capsys, monkeypa
     commands.run_apps(gateway, None)
     commands.run_app(gateway, "captioner", None, None)
     printed = capsys.readouterr().out
-    if not width:  # the version that serves, and apart from it the last generation
+    if not width:  # the active version, and separately the last generation
         head, _, row, *_ = printed.splitlines()
         places = ("serves", 12 * "a"), ("last gen.", "7 ")
         assert all(row[head.index(column) :].startswith(value) for column, value in places)
@@ -49,7 +49,7 @@ def test_tables_lose_no_text_on_a_terminal_and_in_a_pipe(width, capsys, monkeypa
         assert max(map(len, printed.splitlines())) <= width
 
 
-def test_sessions_show_resources_as_commands_take_them(monkeypatch):
+def test_sessions_show_resources_in_the_syntax_of_commands(monkeypatch):
     session = {
         "id": "s", "state": "open", "application": "echo", "priority": "batch", "created": 0,
         "resources": {"cpu": 0.5, "memory_bytes": 4 * 10**9, "gpu": 0},

@@ -1,4 +1,4 @@
-"""What the commands of deployments end with, and that the message says why. No node is there."""
+"""Exit codes and messages of deployment commands, without nodes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,9 +18,9 @@ from shared.settings.tree import DeploySettings
 from tests.factories_gateway import make_settings, run_gateway_on_socket
 from vlm_app import Session, SessionError
 
-KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # of nothing
+KEY = "0f1e2d3c4b5a69788796a5b4c3d2e1f0"  # an invalid key
 SHAPES = ("deploy", "--name", "n", "--application", "shapes")
-NOBODY = "http://127.0.0.1:9"  # the port of `discard`, where nothing listens
+NOBODY = "http://127.0.0.1:9"  # port of the discard service, on which nothing listens
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def run(*arguments: str | Path, url: str = NOBODY, key: str = "may-deploy") -> R
 
 
 def said(done: Result) -> str:
-    """On one line, whatever the terminal's width."""
+    """The error output on one line, for any terminal width."""
     return " ".join(done.stderr.split())
 
 
@@ -87,7 +87,7 @@ def test_wrong_arguments_end_with_1(arguments: list[str], says: str):
     assert KEY not in done.output
 
 
-def test_what_can_be_no_package_ends_with_2(package: Path):
+def test_an_invalid_package_ends_with_2(package: Path):
     for path, data in (("weights.bin", b""), ("notes.json", b"\x80\x04N.")):
         (package / path).write_bytes(data)
         done = run(*deploy_of(package))
@@ -104,7 +104,7 @@ def test_what_can_be_no_package_ends_with_2(package: Path):
         assert (done.exit_code, says in said(done)) == (2, True)
 
 
-def test_a_store_that_takes_nothing_ends_with_3(package: Path):
+def test_a_store_that_cannot_be_written_ends_with_3(package: Path):
     (package.parent / "file").write_text("no folder")
     assert run("gc", "--store", f"file://{package.parent}/missing").exit_code == 3
     for arguments in (
@@ -121,7 +121,7 @@ def test_a_store_that_takes_nothing_ends_with_3(package: Path):
     "command",
     ["apps", "scale n --max 2", "gc", "run n 1", "session list", "run n [NaN]", "app n\x01"],
 )
-def test_a_gateway_that_is_not_there_and_what_no_request_can_hold_end_with_4(command: str):
+def test_an_unreachable_gateway_and_an_invalid_request_end_with_4(command: str):
     done = run(*command.split(" "))
     says = "cannot be sent" if "\x01" in command or "NaN" in command else "does not answer"
     assert (done.exit_code, says in said(done)) == (4, True)
@@ -140,7 +140,7 @@ def test_tasks_beyond_a_budget_do_not_wait_for_the_next_month(monkeypatch: pytes
         Session("s", url=NOBODY).submit(1)
 
 
-async def test_what_the_gateway_refuses_ends_with_4(package: Path, url: str):
+async def test_a_refusal_of_the_gateway_ends_with_4(package: Path, url: str):
     wrong = [(["apps"], "wrong"), (deploy_of(package), "wrong")]
     for arguments, key in ((["promote", "n"], "may-deploy"), *wrong):
         done = await asyncio.to_thread(run, *arguments, url=url, key=key)
@@ -160,7 +160,7 @@ async def test_an_interrupted_deploy_says_that_the_rollout_continues(
     assert "the rollout of generation 1 continues" in said(done)
 
 
-async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for_with_0(
+async def test_a_deployment_not_active_in_time_ends_with_5_unless_not_awaited(
     package: Path, url: str
 ):
     def deploy(*more: str) -> Result:
@@ -179,7 +179,7 @@ async def test_what_does_not_serve_in_time_ends_with_5_and_what_nobody_waits_for
     assert (listed.exit_code, '"name": "n"' in listed.stdout) == (0, True)
 
 
-async def test_the_key_of_clients_also_deploys_unless_there_is_one_for_deploying(url):
+async def test_the_client_key_deploys_unless_a_deploy_key_is_set(url):
     async def ask(**keys: str) -> int:
         env = {"VLM_URL": url.removeprefix("http://"), "DEPLOY_KEY": "", "VLM_API_KEY": "", **keys}
         return (await asyncio.to_thread(CliRunner().invoke, vlm.app, ["apps"], env=env)).exit_code
@@ -191,7 +191,7 @@ async def test_the_key_of_clients_also_deploys_unless_there_is_one_for_deploying
 
 
 @pytest.mark.parametrize("command", ["session list", "store export s", "embed TMP"])
-async def test_the_key_of_openai_goes_to_the_server_of_openais_variable_alone(
+async def test_openais_key_is_sent_only_to_the_server_of_openais_variable(
     redis_server, redis_prefix, tmp_path: Path, command: str
 ):
     (tmp_path / "texts.txt").write_text("one\n")
@@ -200,7 +200,7 @@ async def test_the_key_of_openai_goes_to_the_server_of_openais_variable_alone(
         arguments += ["--output", str(tmp_path / "new")]
 
     async def ask(*more: str, **env: str) -> bool:
-        """Whether the gateway accepted the key."""
+        """Returns whether the gateway accepted the key."""
         env = {"OPENAI_API_KEY": "", "OPENAI_BASE_URL": "", "VLM_API_KEY": "", "VLM_URL": "", **env}
         done = await asyncio.to_thread(CliRunner().invoke, vlm.app, [*arguments, *more], env=env)
         text = done.output + str(done.exception)

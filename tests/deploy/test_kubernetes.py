@@ -1,4 +1,4 @@
-"""What `--target kubernetes` prints: manifests that keep to their schemas, with settings that are ours."""
+"""The output of `--target kubernetes`: manifests that match their schemas, with valid settings."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ APPLICATION = "from vlm_app import Application\n\n\nclass A(Application):\n    p
 def printed(
     folder: Path, capsys, name: str = "captioner", store: str = "s3://b/p", **more: Any
 ) -> list[Any]:
-    """Documents of a model, or of an application with these variables and secrets."""
+    """Returns the manifests of a model, or of an application with variables and secrets."""
     engine = more.pop("engine", ["kind=mock", "max_num_seqs=16"])
     if {"env", "secret"} & more.keys():
         (folder / "app.py").write_text(APPLICATION)
@@ -35,14 +35,14 @@ def printed(
         store_url=store, signing_key=key, is_dry=True, form="yaml", image="image:tag", wait_s=0,
     )  # fmt: skip
     text = capsys.readouterr().out
-    assert not {"&", "*"} & {word[0] for word in text.split()}  # no references
+    assert not {"&", "*"} & {word[0] for word in text.split()}  # no YAML anchors or aliases
     return list(yaml.safe_load_all(text))
 
 
 KINDS = ["Deployment", "PodDisruptionBudget", "ScaledObject", "TriggerAuthentication"]
 
 
-def test_the_manifests_keep_to_their_schemas(tmp_path, capsys):
+def test_the_manifests_match_their_schemas(tmp_path, capsys):
     documents = printed(tmp_path, capsys, env=["X=1"], secret=["TOKEN=token"])
     assert [each["kind"] for each in documents] == KINDS
     for document in documents:
@@ -71,12 +71,12 @@ def test_pods_are_probed_drained_and_limited_workers_of_one_version(tmp_path, ca
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert budget["spec"]["selector"]["matchLabels"] == labels
     policies = next(path for path in FILES if path.name == "network.yaml").read_text()
-    assert policies.count(f", {labels['app']}]") == 2  # to Redis, and to the store
+    assert policies.count(f", {labels['app']}]") == 2  # to Redis and to the store
     assert scaled["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
     assert "replicas" not in deployment["spec"]
 
 
-def test_they_are_scaled_by_their_queue_and_its_age_down_to_zero(tmp_path, capsys):
+def test_pods_are_scaled_by_the_queue_and_its_age_down_to_zero(tmp_path, capsys):
     deployment, _, scaled, login = printed(tmp_path, capsys)
     spec = scaled["spec"]
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (0, 3)
@@ -109,7 +109,7 @@ def test_an_application_has_the_files_of_its_secrets(tmp_path, capsys):
     assert settings["VLM_NODE__SECRETS_DIR"] == mounts["secrets"]
 
 
-def test_what_pods_cannot_have_is_refused(tmp_path, capsys):
+def test_options_that_pods_do_not_support_are_refused(tmp_path, capsys):
     store, key = {"store": "file:///srv/packages"}, {"signing_key": Path("key")}
     (tmp_path / "model.safetensors").touch()
     of_other = {"engine": ["kind=other", "max_num_seqs=many"]}

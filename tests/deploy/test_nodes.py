@@ -1,4 +1,4 @@
-"""`vlm nodes` and `vlm drain`: a gateway, two nodes, and the program; only their instances are not processes."""
+"""`vlm nodes` and `vlm drain`: a gateway, two nodes and the command; only the instances are not processes."""
 
 import asyncio
 import json
@@ -47,13 +47,13 @@ async def test_a_drained_node_ends_and_its_instances_start_on_another(
     table = (await run("nodes", url=url)).stdout
     assert other in table
     assert drained not in table
-    machines.start(drained, cpu=2.0)  # what was said to the old one is not said to the new one
+    machines.start(drained, cpu=2.0)  # the drain of the old node does not apply to the new one
     assert await machines.nodes() <= {"one", "two"}
     await machines.wait(lambda app: len(nodes_of(app)) == 2)
     assert not machines.running[drained][1].done()
 
 
-async def test_who_may_drain_and_what(url: str):
+async def test_drain_requires_a_deploy_key_and_a_known_node(url: str):
     unknown = await run("drain", "no such node", url=url)
     assert unknown.exit_code == 4
     assert "There is no node of this name. Nodes: none." in " ".join(unknown.stderr.split())

@@ -1,4 +1,4 @@
-"""One tree is one package, and what must not be deployed is refused by its name."""
+"""Packages: one tree has one digest, and unsafe files are refused by name."""
 
 import gzip
 import io
@@ -53,7 +53,7 @@ def digest_of(path: Path | str, **options) -> str:
     return packed.manifest.digest
 
 
-def test_one_tree_is_one_package_whatever_its_times_modes_order_and_wrapping(tmp_path):
+def test_times_modes_order_and_archiving_do_not_change_the_digest(tmp_path):
     one = write(tmp_path / "one", MODEL)
     other = write(tmp_path / "other", dict(reversed(MODEL.items())))
     for path in other.rglob("*"):
@@ -67,7 +67,7 @@ def test_one_tree_is_one_package_whatever_its_times_modes_order_and_wrapping(tmp
     assert len({digest_of(path) for path in (one, other, tar, wrapped_tar)}) == 1
 
 
-def test_bytes_names_and_what_runs_them_change_the_digest(tmp_path):
+def test_bytes_names_and_the_engine_change_the_digest(tmp_path):
     base = digest_of(write(tmp_path / "a", MODEL))
     assert base == "sha256:775bdf61a4d59e5d69069f154504c47bc842a54d9006ac22add74a3173768dbf"
     assert digest_of(write(tmp_path / "b", {**MODEL, "config.json": b"{ }"})) != base
@@ -75,7 +75,7 @@ def test_bytes_names_and_what_runs_them_change_the_digest(tmp_path):
     assert digest_of(tmp_path / "a", engine={"quantization": "int8"}) != base
 
 
-def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(tmp_path):
+def test_a_manifest_in_another_encoding_is_refused(tmp_path):
     data = pack(str(write(tmp_path / "m", MODEL))).manifest.encode()
     with pytest.raises(BadPackage, match="not canonical"):
         decode_manifest(data.replace(b'":', b'": ', 1))
@@ -88,13 +88,13 @@ def test_a_manifest_that_says_the_same_in_other_bytes_is_refused(tmp_path):
     ["../x", "a/../../x", "/etc/passwd", "a//b", "./a", "a\\b", "a\nb", "", "x" * 600, "a/",
      "d/" + 256 * "x", pytest.param(100 * "\U0001f600", id="400 bytes"), "a\u202eyp.exe", "a\u2067b", "a\u2028b", "a\x85b"],
 )  # fmt: skip
-def test_a_layer_that_leads_elsewhere_is_refused(path):
+def test_a_layer_with_an_unsafe_path_is_refused(path):
     layer = Layer(path, "sha256:" + 64 * "0", 1)
     with pytest.raises(BadPackage):
         make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
 
 
-def test_a_name_that_a_file_system_holds_is_taken():
+def test_the_longest_name_of_a_file_system_is_accepted():
     for path in ("d/" + 255 * "x", 63 * "\U0001f600", "\u05d0 \U0001f468\u200d\U0001f469"):
         layer = Layer(path, "sha256:" + 64 * "0", 1)
         make_manifest(PackageConfig("model", engine={"kind": "mock"}), [layer])
@@ -106,7 +106,7 @@ NEEDS_CHECKPOINT = EngineKind(EngineSettings, load_mock_engine, needs_checkpoint
 
 @pytest.fixture
 def others(monkeypatch):
-    """Engines that the project does not know."""
+    """Registers engines that the project does not know."""
     monkeypatch.setattr("engines.registry.kinds", dict(engine_kinds()))
     for name, kind in {"toy": TOY, "runs": RUNS_CODE, "needs": NEEDS_CHECKPOINT}.items():
         register(name, kind)
@@ -114,15 +114,13 @@ def others(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["application", "runs"])
 @pytest.mark.parametrize("files", [MODEL, {"app.sh": b"#!"}])
-def test_no_application_is_deployed_as_a_model_which_would_choose_its_own_isolation(
-    tmp_path, others, kind, files
-):
+def test_an_application_cannot_be_deployed_as_a_model(tmp_path, others, kind, files):
     engine = {"kind": kind, "command": '["config.json"]', "isolation": "none"}
     with pytest.raises(BadPackage, match=f"kind={kind} does not run models"):
         pack(str(write(tmp_path / "m", files)), engine=engine)
 
 
-def test_an_engine_that_needs_no_checkpoint_alone_takes_any_files(tmp_path, others):
+def test_only_an_engine_without_a_checkpoint_accepts_any_files(tmp_path, others):
     folder = str(write(tmp_path / "m", {"words.txt": b"x"}))
     for kind in ("mock", "mock_pooling", "toy"):
         packed = pack(folder, engine={"kind": kind})
@@ -180,7 +178,7 @@ def test_pickles_are_refused_by_name_and_by_content(tmp_path):
         (member("config.json/x"), "the same name"),
     ],
 )
-def test_an_archive_with_a_trap_is_refused_and_leaves_nothing(tmp_path, monkeypatch, made, says):
+def test_a_hostile_archive_is_refused_and_leaves_no_files(tmp_path, monkeypatch, made, says):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -206,7 +204,7 @@ def test_a_bomb_is_refused_before_it_fills_the_disk(tmp_path):
     assert (folder / "zeros.json").stat().st_size < 80 * 1024 * 1024
 
 
-def test_what_it_is_is_found(tmp_path):
+def test_the_kind_of_a_package_is_detected(tmp_path):
     python = write(tmp_path / "py", {"app.py": b"class A(vlm_app.Application): pass", "l.txt": b""})
     assert pack(str(python)).manifest.config == PackageConfig("python", entry="app:A")
     program = write(tmp_path / "p", {"bin/run": b"#!/bin/sh\n", "data.json": b"{}"})
@@ -238,7 +236,7 @@ def test_a_model_of_the_hubs_cache_is_read_through_its_links(tmp_path, monkeypat
     assert digest_of("org/name") == digest_of(plain)
 
 
-def test_a_models_least_memory_is_that_of_its_weights_as_they_are_loaded(tmp_path):
+def test_the_minimum_memory_of_a_model_is_that_of_its_loaded_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
     found = [

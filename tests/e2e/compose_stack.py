@@ -1,6 +1,6 @@
-"""The compose stack under test, from fresh images, on free ports, gone at the end with its volumes.
+"""The compose stack under test: fresh images, free ports, and removal with its volumes at the end.
 
-On demand, as it needs a docker engine, and images of others from a registry: `make compose-test`.
+On demand (`make compose-test`), because it needs a Docker engine and images from a registry.
 """
 
 import json
@@ -36,7 +36,7 @@ def succeeds(*command: str) -> bool:
 
 
 def check_compose() -> None:
-    """Skip the test where compose is not wanted, or not possible."""
+    """Skips the test if compose is not requested or not available."""
     if "COMPOSE_TEST" not in os.environ:
         pytest.skip("on demand: make compose-test")
     if not (succeeds("docker", "info") and succeeds("docker", "compose", "version")):
@@ -44,7 +44,7 @@ def check_compose() -> None:
 
 
 def docker(*arguments: str, timeout_s: float = WITHIN_S) -> str:
-    """What a docker command says. Raises: CalledProcessError."""
+    """Runs a docker command; returns its output. Raises: CalledProcessError."""
     command = ["docker", *arguments]
     done = subprocess.run(command, cwd=ROOT, text=True, timeout=timeout_s, stdout=subprocess.PIPE)
     done.check_returncode()
@@ -60,7 +60,7 @@ class ComposeStack:
 
     @property
     def url(self) -> str:
-        """That of the first gateway."""
+        """The URL of the first gateway."""
         return self.urls[0]
 
     def compose(self, *arguments: str, **variables: str) -> None:
@@ -73,14 +73,14 @@ class ComposeStack:
         )
 
     def up(self, *arguments: str) -> None:
-        """Start what is missing; returns when every container is healthy."""
+        """Starts missing containers; returns when every container is healthy."""
         self.compose("up", "--wait", "--no-recreate", *arguments)
         wait_for(self.all_are_healthy, WITHIN_S)
         gateways = self.containers("gateway")
         self.urls = [f"http://{docker('port', gateway, '8000/tcp')}" for gateway in gateways]
 
     def all_are_healthy(self) -> bool:
-        """Whether the health check of each container says so; none may have ended."""
+        """Returns whether each container is healthy. A container that has ended is an error."""
         return all(map(self._is_healthy, self.containers()))
 
     def _is_healthy(self, container: str) -> bool:
@@ -89,7 +89,7 @@ class ComposeStack:
         return "Health" not in state or state["Health"]["Status"] == "healthy"
 
     def containers(self, service: str = "") -> list[str]:
-        """The ids of a service's containers, or of all."""
+        """Returns the container IDs of a service, or of all services."""
         label = f"label=com.docker.compose.project={PROJECT}"
         chosen = ["--filter", f"label=com.docker.compose.service={service}"] if service else []
         return docker("ps", "--all", "--quiet", "--filter", label, *chosen).split()
@@ -98,12 +98,12 @@ class ComposeStack:
         return json.loads(docker("inspect", container))[0]
 
     def num_workers(self) -> int:
-        """Workers that take requests, as the gateway counts them; 0 while it is away."""
+        """Returns the number of workers of the gateway's models; 0 while the gateway is down."""
         models = json.loads(self._get("/v1/models") or '{"data": []}')["data"]
         return sum(model["num_workers"] for model in models)
 
     def num_open_requests(self) -> int:
-        """Requests that the gateway keeps open."""
+        """Returns the number of open requests of the gateway."""
         found = re.search(r"^vlm_open_requests (\S+)", self._get("/metrics"), re.MULTILINE)
         return int(float(found[1])) if found else 0
 
@@ -113,7 +113,7 @@ class ComposeStack:
         return ""
 
     def logs(self, container: str) -> str:
-        """What a container has said on stderr, where our logs go."""
+        """Returns the stderr of a container, to which our processes log."""
         done = subprocess.run(["docker", "logs", container], capture_output=True, text=True)
         done.check_returncode()
         return done.stderr
@@ -121,7 +121,7 @@ class ComposeStack:
 
 @contextmanager
 def run_stack(*, files: Sequence[str] = MOCK, **variables: str) -> Iterator[ComposeStack]:
-    """The stack as `docker compose up --build --wait` makes it with these files and variables."""
+    """Runs the stack as `docker compose up --build --wait` does with these files and variables."""
     check_compose()
     stack = ComposeStack(variables, files)
     try:

@@ -1,4 +1,4 @@
-"""One fleet with both built-in models for all tests here that ask them; it ends with them."""
+"""One fleet with both built-in models for all tests of this folder."""
 
 from collections.abc import Iterator
 

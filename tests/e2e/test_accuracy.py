@@ -1,6 +1,6 @@
-"""The built-in model's exact match over HTTP by precision. On demand: `make accuracy`, minutes.
+"""Exact-match accuracy of the built-in model over HTTP, by precision. On demand: `make accuracy`, minutes.
 
-The questions are about fresh scenes, drawn by three programs that share no code with training.
+The questions are about new scenes, drawn by three programs that share no code with training.
 """
 
 import os
@@ -26,7 +26,7 @@ PRECISIONS = {
     "int8": ("--quantization", "int8"),
     "int4": ("--quantization", "int4"),
 }
-#: What the checkpoint reaches; what it should reach is in the README of the model.
+#: Reached by the checkpoint. The README of the model has the intended values.
 GOALS = {
     "single questions": 0.97,
     "the first eight topics": 0.97,
@@ -43,7 +43,7 @@ pytestmark = [
 
 
 def choose_cases(num_scenes: int) -> list[Case]:
-    """Of every scene the description and five other questions, so that each topic comes up often."""
+    """Returns the description and five other questions per scene, so that each topic is frequent."""
     chooser = random.Random(0)
     per_scene = len(SINGLE_TOPICS) + len(PAIR_TOPICS) + 1
     cases = list(make_cases(num_scenes, draw=draw_as_a_stranger))
@@ -95,7 +95,7 @@ def test_the_goals_are_reached(score_of, group):
 @pytest.mark.parametrize(
     ("precision", "most_lost"), [("fp32", 0.005), ("int8", 0.005), ("int4", 0.02)]
 )
-def test_little_is_lost_by_fewer_bits(score_of, precision, most_lost):
+def test_quantization_loses_little_accuracy(score_of, precision, most_lost):
     assert score_of(precision).accuracy() >= score_of("bf16").accuracy() - most_lost
 
 

@@ -1,4 +1,4 @@
-"""compose.yaml as it is written: what it sets exists, and what it publishes stays on this machine."""
+"""compose.yaml: its settings exist, and its ports are published on this machine only."""
 
 import re
 import shutil
@@ -22,7 +22,7 @@ WORKERS = ("worker", "worker-gpu")
 
 
 def default_of(value: str) -> str:
-    """A value as `make up` has it: each `${NAME:-default}` is its default, each `${NAME:?...}` made."""
+    """Returns a value as set by `make up`: defaults for `${NAME:-default}`, generated passwords for `${NAME:?...}`."""
     return re.sub(
         r"\$\{(\w+)(:-|:\?)([^}]*)\}", lambda m: PASSWORDS[m[1]] if m[2] == ":?" else m[3], value
     )
@@ -95,7 +95,7 @@ def test_ports_are_published_on_this_machine_only():
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_no_service_may_do_what_it_need_not(name):
+def test_services_have_minimal_privileges(name):
     service = SERVICES[name]
     assert service["read_only"]
     assert "/tmp" in service["tmpfs"]
@@ -103,11 +103,11 @@ def test_no_service_may_do_what_it_need_not(name):
     assert "cap_add" not in service
     assert "privileged" not in service
     assert service["security_opt"] == ["no-new-privileges:true"]
-    own = "build" in service  # the user of our image is named in it
+    own = "build" in service  # our image sets its user itself
     assert own or service["user"] not in ("root", "0")
 
 
-def test_files_that_are_mounted_are_there():
+def test_mounted_files_exist():
     mounted = [volume for service in SERVICES.values() for volume in service.get("volumes", [])]
     files = [volume.split(":")[0] for volume in mounted if volume.startswith("./")]
     assert len(files) >= 3
@@ -115,7 +115,7 @@ def test_files_that_are_mounted_are_there():
     assert all(volume.endswith(":ro") for volume in mounted if volume.startswith("./"))
 
 
-def test_what_the_image_keeps_for_later_lies_on_volumes_of_every_worker():
+def test_caches_of_the_image_are_on_volumes_of_every_worker():
     named = re.findall(r"(HF_HOME|XDG_CACHE_HOME|TRITON_CACHE_DIR)=(\S+)", DOCKERFILE.read_text())
     assert len(named) == 3
     for worker in WORKERS:
@@ -139,7 +139,7 @@ def test_grafana_finds_the_dashboard_and_its_prometheus():
     assert source["jsonData"]["timeInterval"] == scraped["global"]["scrape_interval"]
 
 
-def test_prometheus_scrapes_services_that_are_there_on_their_ports():
+def test_prometheus_scrapes_existing_services_and_ports():
     scraped = yaml.safe_load((ROOT / "config/prometheus/prometheus.yml").read_text())
     ports = {
         job["job_name"]: (*job["dns_sd_configs"][0]["names"], job["dns_sd_configs"][0]["port"])
@@ -150,7 +150,7 @@ def test_prometheus_scrapes_services_that_are_there_on_their_ports():
 
 
 @pytest.mark.parametrize("name", ["gateway", "worker"])
-def test_processes_have_time_to_finish_what_runs(name):
+def test_processes_have_time_to_drain(name):
     settings = load_settings()
     drain_s = getattr(settings, name).drain_s
     assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) > drain_s

@@ -1,4 +1,4 @@
-"""The compose stack for real: it comes up, answers, scales and stops. Needs a docker engine."""
+"""The running compose stack: start, answers, scaling and stop. Needs a Docker engine."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,14 +26,14 @@ def stack() -> Iterator[ComposeStack]:
 
 @pytest.fixture(scope="module")
 def scaled(stack) -> ComposeStack:
-    """The stack with several workers, which the gateway knows."""
+    """The stack with several workers that the gateway lists."""
     stack.up("--scale", f"worker={NUM_WORKERS}")
     wait_for(lambda: stack.num_workers() == NUM_WORKERS, WITHIN_S)
     return stack
 
 
 def ask(client: ChatClient, num_tokens: int = 8, *, stream: bool = True) -> int:
-    """The length of an answer about an image."""
+    """Asks about an image; returns the number of tokens of the answer."""
     image = image_part(NumberedUrls(noise_jpeg(4_000)).url(0))
     messages = [user_message([image, text_part("What is it?")])]
     body = {**to_chat_body("mock", messages, num_tokens, stream), "ignore_eos": True}
@@ -47,7 +47,7 @@ def test_stack_answers_a_question_about_an_image(stack, stream):
         assert ask(client, stream=stream) == 8
 
 
-def test_a_gateway_that_is_stopped_finishes_what_it_has_begun(scaled):
+def test_a_stopped_gateway_finishes_its_requests(scaled):
     [gateway] = scaled.containers("gateway")
     with ChatClient(scaled.url) as client, ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, client, 400)
@@ -59,7 +59,7 @@ def test_a_gateway_that_is_stopped_finishes_what_it_has_begun(scaled):
     wait_for(lambda: scaled.num_workers() == NUM_WORKERS, WITHIN_S)
 
 
-def test_no_process_is_root_redis_asks_for_a_name_and_logs_tell_no_secret(scaled):
+def test_no_process_is_root_redis_needs_a_user_and_logs_have_no_secret(scaled):
     assert not {docker("exec", each, "id", "-u") for each in scaled.containers()} & {"0"}
     [redis] = scaled.containers("redis")
     assert docker("exec", redis, "redis-cli", "keys", "*").startswith("NOAUTH")
@@ -69,13 +69,13 @@ def test_no_process_is_root_redis_asks_for_a_name_and_logs_tell_no_secret(scaled
     assert "redis://" not in said
 
 
-def test_the_image_is_small_and_brings_what_signs_and_isolates_and_no_torch(stack):
+def test_the_image_is_small_with_ssh_keygen_and_bubblewrap_without_torch(stack):
     code = "from importlib.metadata import distributions as d; print(*(x.name for x in d()))"
     names = docker("run", "--rm", "--entrypoint", "python", IMAGE, "-c", code).split()
     assert "starlette" in names
     assert not {"torch", "transformers", "numpy"} & set(names)
     if not succeeds("docker", "image", "inspect", BASE_IMAGE):
-        docker("pull", BASE_IMAGE)  # a builder may keep what it pulls to itself
+        docker("pull", BASE_IMAGE)  # a builder can keep pulled images in its own cache
     sizes = [int(docker("inspect", "-f", "{{.Size}}", name)) for name in (IMAGE, BASE_IMAGE)]
     added = sizes[0] - sizes[1]
     print(f"{added / 1e6:.0f} MB over the base image")

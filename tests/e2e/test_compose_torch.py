@@ -1,6 +1,6 @@
-"""The compose stack as `make up` starts it, with the built-in model: kernels are compiled once, and traces go out.
+"""The compose stack of `make up` with the built-in model: kernels are compiled once, and traces are exported.
 
-On demand, as torch is large: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for it.
+On demand, because torch is large: `COMPOSE_TORCH=1 make compose-test`. `TORCH_ARGS` are pip's options for torch.
 """
 
 import os
@@ -59,15 +59,15 @@ def test_kernels_are_compiled_once_for_all_workers(stack):
     assert "linear_int8 cpu" in said
 
 
-def test_triton_finds_what_it_compiles_launchers_with(stack):
+def test_triton_finds_a_compiler_for_launchers(stack):
     [worker, *_] = stack.containers("worker")
     headers = "$(python -c 'import sysconfig; print(sysconfig.get_path(\"include\"))')"
     command = f"mkdir -p $TRITON_CACHE_DIR && gcc -fsyntax-only -I {headers} -include Python.h -x c /dev/null"
     docker("exec", worker, "sh", "-c", command)
 
 
-def test_the_docker_run_of_the_readme_is_a_whole_machine(stack):
-    """Of the image that the stack has built."""
+def test_the_docker_run_of_the_readme_serves(stack):
+    """Runs the image that the stack has built."""
     [line] = re.findall(
         r"&& docker (run .* vlm-fleet:cpu .*)$", (ROOT / "README.md").read_text(), re.M
     )

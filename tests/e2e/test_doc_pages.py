@@ -1,7 +1,7 @@
-"""The examples of the tutorial and the API pages work with another port, and print what the pages show.
+"""Examples of the tutorial and of the API pages work with another port and print the output that the pages show.
 
-A block that follows a `python` or `bash` block is what that prints: `text` with `...` for anything, `json` by its shape:
-keys and types are the same, strings without `...` too.
+A block after a `python` or `bash` block is its output: in `text`, `...` matches anything; in `json`, keys and types are
+compared, and strings without `...`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import pytest
 from tests.factories_keys import KEYS, run_team
 from tests.integration.fleet_process import ROOT, Served
 
-#: In the order of their examples: later pages of the API use names of the first.
+#: In the order of their examples, because later pages use names of earlier ones.
 API = ("chat", "output", "completions", "responses", "messages", "ollama", "errors")
 PAGES = ("tutorial", *(f"api-{name}" for name in API))
 Names = dict[str, Any]
@@ -58,7 +58,7 @@ def check_shape(shown: Any, got: Any, place: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Has a `vlm` that runs this checkout, as the activated environment has."""
+    """A folder with a `vlm` command that runs this checkout, as in the activated environment."""
     folder = tmp_path_factory.mktemp("tutorial")
     program = folder / "vlm"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m vlm "$@"\n')
@@ -68,7 +68,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Names]]:
-    """What earlier Python blocks have defined: those of the tutorial, and those of the API pages."""
+    """Names that earlier Python blocks have defined, in the tutorial and in the API pages."""
     names: dict[str, Names] = {"tutorial": {}, "api": {}}
     yield names
     for defined in names.values():
@@ -77,7 +77,7 @@ def names() -> Iterator[dict[str, Names]]:
 
 
 def run(commands: str, folder: Path, url: str, **variables: str) -> str:
-    """What commands of the shell print."""
+    """Runs shell commands; returns their output."""
     environment = {
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "VLM_URL": url,
         **variables,
@@ -114,7 +114,7 @@ def test_every_block_prints_what_the_page_shows(
 
 
 async def test_the_key_of_a_colleague_works(folder: Path, redis_server: str, redis_prefix: str):
-    """The commands that need keys; the tutorial restarts its server with keys before them."""
+    """The commands that need keys. In the tutorial, the server is restarted with keys before them."""
     page = read("tutorial")
     [create] = re.findall(r"^(VLM_API_KEY=.* vlm keys create .*)$", page, re.M)
     [ask] = re.findall(r"^VLM_API_KEY=vlm-\.\.\. (vlm chat) --url \S+ (.*)$", page, re.M)

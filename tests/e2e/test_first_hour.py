@@ -1,4 +1,4 @@
-"""The first hour of a user, with the checkout, and installed from a wheel, by pipx and by uv (`make first-hour`)."""
+"""A user's first hour: from the checkout, and installed from a wheel with pipx and uv (`make first-hour`)."""
 
 import json
 import os
@@ -36,7 +36,7 @@ SCHEMA = {
 
 @dataclass
 class User:
-    """Someone with `vlm` in an own folder."""
+    """A user with `vlm` in a folder."""
 
     programs: Path
     folder: Path
@@ -56,7 +56,7 @@ class User:
 
 
 def install_wheel() -> Path:
-    """The programs of an environment that holds the wheel with its extras."""
+    """Installs the wheel with its extras in an environment; returns the folder of its programs."""
     shutil.rmtree(WHEEL_HOME / "dist", ignore_errors=True)
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory"]
     subprocess.run([*build, str(WHEEL_HOME / "dist")], cwd=ROOT, check=True, capture_output=True)
@@ -73,7 +73,7 @@ def install_wheel() -> Path:
 
 
 def install_by(tool: str) -> Path:
-    """The programs that the README's line for pipx or uv installs."""
+    """Installs with the README's line for pipx or uv; returns the folder of the programs."""
     [command] = re.findall(rf"^({tool} .*?)(?: +#.*)?$", (ROOT / "README.md").read_text(), re.M)
     tools, home = WHEEL_HOME / "tools", WHEEL_HOME / tool
     if not (tools / "bin" / tool).exists():

@@ -1,7 +1,7 @@
-"""The built-in model outside its world, in JSON, with functions, on wide images and on clips, over HTTP.
+"""The built-in model beyond its image world: JSON, tools, wide images and clips, over HTTP.
 
-The questions, pictures and clips are of a second generator, `tests.training.shapes.trials`, which training never imports.
-All of them by `make accuracy`; here a few of each. `-s` shows what went wrong.
+Questions, pictures and clips are from a second generator, `tests.training.shapes.trials`, which training never imports.
+`make accuracy` runs all of them; `make test` runs a few of each. `-s` shows the mistakes.
 """
 
 import os
@@ -14,9 +14,9 @@ from tests.factories_images import png_url
 from tests.training.shapes.trials import ALL, Reply, Trial
 
 IS_LONG = bool(os.environ.get("ACCURACY_SCENES"))  #: `make accuracy`
-FEW = 12  #: trials of a goal in `make test`
-SLACK = 0.0 if IS_LONG else 0.25  #: of twelve, three wrong ones are chance
-#: What the checkpoint reaches; what it should reach is in the README of the model.
+FEW = 12  #: trials per goal in `make test`
+SLACK = 0.0 if IS_LONG else 0.25  #: three wrong answers of twelve are chance
+#: Reached by the checkpoint. The README of the model has the intended values.
 GOALS = {
     "natural phrasings": 0.97,
     "later phrasings": 0.80,
@@ -50,7 +50,7 @@ def ask(client: OpenAI, trial: Trial) -> Reply:
 
 @pytest.fixture(scope="module")
 def wrong(shapes_fleet) -> dict[str, list[str]]:
-    """By goal, a line for each trial: empty if the answer is right, otherwise the mistake."""
+    """By goal, a line per trial: empty if the answer is right, otherwise the mistake."""
     results = {}
     with (
         OpenAI(base_url=f"{shapes_fleet.url}/v1", api_key="unused", timeout=120) as client,

@@ -1,4 +1,4 @@
-"""Media that take a CPU long, beside a stream: the stream continues, and the worker lives."""
+"""Large media on a CPU beside a stream: the stream continues, and the watchdog does not end the worker."""
 
 import threading
 import time
@@ -21,7 +21,7 @@ from tests.integration.fleet_process import start_fleet
 from tests.long import IS_LONG, long
 
 SCALE, NUM_LAYERS, WATCHDOG_S = (2, 6, 10) if IS_LONG else (1, 1, 3)
-#: In the long form those of Qwen2.5-VL's tower, which has 32 layers.
+#: The long form has the widths of Qwen2.5-VL's tower, which has 32 layers.
 WIDTHS = {
     "hidden_size": 640 * SCALE, "intermediate_size": 1710 * SCALE, "num_heads": 8 * SCALE, "out_hidden_size": 64,
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
@@ -45,8 +45,8 @@ def write_model(directory: Path, num_layers: int = NUM_LAYERS) -> None:
     write_checkpoint(family, directory)
 
 
-@pytest.mark.timeout(400)  # 130 s with other work beside it
-def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)  # 130 s on a busy machine
+def test_a_stream_continues_beside_a_photo_and_the_worker_lives(tmp_path: Path) -> None:
     write_model(tmp_path / "photos")
     told_at: list[float] = []
     begun, is_answered = threading.Event(), threading.Event()
@@ -101,7 +101,7 @@ def test_a_stream_goes_on_beside_a_photo_and_the_worker_lives(tmp_path: Path) ->
 
 @long("families")
 def test_a_stream_waits_at_most_250_ms_beside_a_video_of_64_frames(tmp_path: Path) -> None:
-    """CPU time of the engine's thread, which other work on the machine does not change."""
+    """Measured in CPU time of the engine's thread, which other processes do not affect."""
     write_model(tmp_path, num_layers=1)
     values = {"kind": "torch", "device": "cpu", "dtype": "float32", "model": str(tmp_path)}
     engine: Any = create_engine(values).engine

@@ -1,4 +1,4 @@
-"""Every command of the README works as it stands, but for the port, against the built-in model."""
+"""Every command of the README works unchanged, except for the port, with the built-in model."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_the_curl_that_serve_prints_answers(shapes_fleet):
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
-    """What it installs is here already: the stamp counts as new."""
+    """Installation is skipped: its stamp counts as new."""
     [command] = re.findall(r"^(make serve) ", README, re.M)
     options = ["-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
     options.append(f"ARGS=--engine mock --port 0 --data-dir {tmp_path}")
@@ -51,7 +51,7 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
 
 
 def test_the_deployments_of_the_readme_are_those_of_the_tutorial():
-    """Which `test_doc_pages.py` runs."""
+    """`test_doc_pages.py` runs those of the tutorial."""
     tutorial = (ROOT / "docs" / "tutorial.md").read_text().splitlines()
     commands = block("bash", r"\.venv/bin/vlm deploy ").replace(".venv/bin/", "").splitlines()
     assert set(commands) - {"vlm app captioner"} <= set(tutorial)
@@ -67,7 +67,7 @@ def test_the_commands_that_find_a_fault_answer(shapes_fleet):
     assert "HTTP/1.1 200" in answers
 
 
-def test_the_search_of_the_search_page_finds_what_it_shows(monkeypatch):
+def test_the_search_of_the_search_page_has_the_shown_result(monkeypatch):
     monkeypatch.chdir(ROOT)
     [(command, shown)] = re.findall(
         r"```bash\n\.venv/bin/vlm (search .*?)\n```\n+```\n(.*?)```", SEARCH, re.S
@@ -80,7 +80,7 @@ def test_the_search_of_the_search_page_finds_what_it_shows(monkeypatch):
     }
 
 
-def test_the_chat_of_the_readme_prints_what_it_shows(shapes_fleet):
+def test_the_chat_of_the_readme_prints_the_shown_answer(shapes_fleet):
     [(command, shown)] = re.findall(
         r"```bash\n\.venv/bin/vlm (chat .*?)\n```\n+```\n(.*?)```", README, re.S
     )

@@ -1,4 +1,4 @@
-"""The commands of docs/scale.md run as they stand, but for ports, the folder and the engine."""
+"""The commands of docs/scale.md run unchanged, except for ports, the folder and the engine."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def test_a_fleet_grows_by_the_commands_of_the_page(tmp_path: Path):
     try:
         assert process.stdout is not None
         said = []
-        for line in process.stdout:  # the shell ends at a command that fails
+        for line in process.stdout:  # the shell ends at the first command that fails
             said.append(line)
             if line == "finished\n":
                 break
@@ -49,7 +49,7 @@ def test_a_fleet_grows_by_the_commands_of_the_page(tmp_path: Path):
 
 
 def _end_session(session: int) -> None:
-    """Kill all processes of a session: each job of the shell has its own group."""
+    """Kills all processes of a session, because each job of the shell has its own process group."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()

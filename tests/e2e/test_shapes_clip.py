@@ -1,6 +1,6 @@
-"""`shapes-clip` finds images by words through the whole way: HTTP, Redis, worker, engine, and back.
+"""`shapes-clip` finds images by words, through HTTP, Redis, worker and engine.
 
-Precision at 1 among fresh scenes, by what is looked for. `-s` shows the table; CLIP_SCENES asks of more.
+Precision at 1 among new scenes, by kind of query. `-s` shows the table; CLIP_SCENES sets the number of scenes.
 """
 
 import base64
@@ -22,12 +22,12 @@ from training.shapes_clip.evaluation import Row, evaluate, make_queries
 from training.shapes_clip.queries import SINGLE_FACTS, TWO_FACTS
 
 NUM_SCENES = int(os.environ.get("CLIP_SCENES", "64"))
-NUM_QUERIES = 16 if NUM_SCENES < 1000 else 200  #: of a kind
+NUM_QUERIES = 16 if NUM_SCENES < 1000 else 200  #: of each kind
 GOALS = {SINGLE_FACTS: 0.97, TWO_FACTS: 0.90}
 LEAST = {
     SINGLE_FACTS: 0.93,
     TWO_FACTS: 0.85,
-}  #: below it something is broken; docs/search.md has what is reached
+}  #: a lower value is a bug; docs/search.md has the reached values
 IMAGES_OF_A_REQUEST = 16
 Draw = Callable[[Scene, Random], Image.Image]
 
@@ -88,7 +88,7 @@ def show(title: str, rows: dict[str, Row]) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("draw", [draw_as_many_programs, draw_plainly, draw_smoothly, draw_framed])
-def test_what_is_found_first_is_right(client, draw):
+def test_the_first_result_is_right(client, draw):
     num_scenes = NUM_SCENES if draw is draw_as_many_programs else NUM_SCENES // 2
     rows = measure(client, draw, num_scenes)
     show(f"{draw.__name__}, {num_scenes} scenes", rows)

@@ -1,4 +1,4 @@
-"""Answers of the built-in model held to schemas, through OpenAI's own client."""
+"""Answers of the built-in model with JSON schemas, through OpenAI's client."""
 
 import json
 import re
@@ -61,7 +61,7 @@ def messages(text: str):
     return [{"role": "user", "content": [image, {"type": "text", "text": text}]}]
 
 
-def test_parse_gives_what_pydantic_asked_for(client):
+def test_parse_returns_the_pydantic_model(client):
     answer = client.chat.completions.parse(
         model="shapes", messages=messages("Describe the image."), response_format=Scene, n=2,
         temperature=1, seed=5, logprobs=True, top_logprobs=2,
@@ -84,7 +84,7 @@ def test_answers_conform(client, schema):
         jsonschema.validate(json.loads(choice.message.content), schema)
 
 
-def test_a_form_that_cannot_be_kept_names_the_field(client):
+def test_the_error_of_an_unsupported_schema_names_the_field(client):
     schema = {"oneOf": [{"type": "number"}, {"type": "integer"}]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     with pytest.raises(openai.BadRequestError) as caught:

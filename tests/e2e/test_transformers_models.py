@@ -1,4 +1,4 @@
-"""Models that nobody wrote a line for, from a directory through the whole product, by one command each.
+"""Models without code of ours, served from a directory by one command each.
 
 `make test` starts one family, `make families` five.
 """

@@ -1,4 +1,4 @@
-"""An index in its own process, to be killed: forked from one that has imported what it needs."""
+"""An index in its own process, which tests kill. It is forked from a process that has the imports."""
 
 import multiprocessing
 import os
@@ -30,7 +30,7 @@ def open_index(kind: str, place: str) -> VectorIndex:
 
 
 def serve(kind: str, place: str, pipe: Connection) -> None:
-    """Call the methods that are asked for, until the pipe is closed."""
+    """Runs the requested methods until the pipe is closed."""
     warnings.simplefilter("ignore")
     index = open_index(kind, place)
     pipe.send("ready")
@@ -45,7 +45,7 @@ _context.set_forkserver_preload([__name__])
 
 
 class IndexProcess:
-    """The parent's end."""
+    """The parent's side."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         self.kind = kind
@@ -83,7 +83,7 @@ class IndexProcess:
 def recall(
     index: VectorIndex, vectors: np.ndarray, queries: np.ndarray, names: np.ndarray | None = None
 ) -> float:
-    """The share of the ten nearest that a search finds. `names`: ids of the vectors, if not their numbers."""
+    """Returns the share of the ten nearest vectors that a search finds. `names`: IDs, by default numbers."""
     names = np.arange(len(vectors)) if names is None else names
     nearest = np.argsort(-(queries @ vectors.T), axis=1)[:, :10]
     shares = [

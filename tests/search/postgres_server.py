@@ -1,4 +1,4 @@
-"""A real PostgreSQL with pgvector, from the wheel `pgserver`, on a unix socket. Root runs it as its own user."""
+"""A real PostgreSQL with pgvector from the wheel `pgserver`, on a unix socket. Root runs it as another user."""
 
 import atexit
 import os
@@ -20,11 +20,11 @@ from tests.waiting import wait_for
 
 _numbers = count()
 _TRIES = 5
-_LATE = (subprocess.SubprocessError, AssertionError)  #: how pgserver says that it waited in vain
+_LATE = (subprocess.SubprocessError, AssertionError)  #: timeouts of pgserver
 
 
 class Postgres:
-    """The server of this run. It ends with the interpreter."""
+    """The server of this test run. It ends with the interpreter."""
 
     def __init__(self) -> None:
         with warnings.catch_warnings():
@@ -33,13 +33,13 @@ class Postgres:
 
         folder = Path(tempfile.mkdtemp(prefix="vlm-pg-"))
         folder.chmod(0o755)
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the server has ended
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after the end of the server
         self._get = partial(pgserver.get_server, folder / "data", cleanup_mode="delete")
         self.start()
         self.url = self._server.get_uri()
 
     def start(self) -> None:
-        """Start it, again after `kill`: it recovers then. pgserver waits for ten seconds, and a machine may be busy."""
+        """Starts the server, with recovery after `kill`. Retries, since pgserver waits only ten seconds."""
         for is_last in (*[False] * (_TRIES - 1), True):
             try:
                 self._server = self._get()
@@ -50,14 +50,14 @@ class Postgres:
                     raise
 
     def new_database(self) -> str:
-        """The URL of an empty database."""
+        """Creates an empty database; returns its URL."""
         name = f"db{os.getpid()}_{next(_numbers)}"
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name}".encode())
         return self.url.replace("/postgres?", f"/{name}?")
 
     def kill(self) -> None:
-        """kill -9, of all its processes."""
+        """Kills all processes of the server with SIGKILL."""
         process = psutil.Process(self._server.get_pid())
         family = [process, *process.children(recursive=True)]
         for each in family:
@@ -69,5 +69,5 @@ class Postgres:
 
 @cache
 def postgres() -> Postgres:
-    """The server, started at its first use."""
+    """Returns the server, which starts at its first use."""
     return Postgres()

@@ -1,4 +1,4 @@
-"""`vlm embed`, `vlm store`, `vlm search`: collections from files, cut and resumed, into stores and out again."""
+"""`vlm embed`, `vlm store` and `vlm search`: collections from files, interrupted and resumed, into stores and back."""
 
 import asyncio
 import json
@@ -52,12 +52,12 @@ def run(*arguments: str):
 
 
 async def run_beside(*arguments: str):
-    """Beside the gateway, which runs in this loop."""
+    """Runs a command in a thread, because the gateway runs in this loop."""
     return await asyncio.to_thread(run, *arguments)
 
 
-def test_a_run_that_was_cut_goes_on_after_its_last_part(tmp_path, inputs, embedder, monkeypatch):
-    """The collection holds the inputs and their vectors in order."""
+def test_an_interrupted_run_continues_after_its_last_part(tmp_path, inputs, embedder, monkeypatch):
+    """The collection has the inputs and their vectors in order."""
 
     class Cut(Exception):
         pass
@@ -67,7 +67,7 @@ def test_a_run_that_was_cut_goes_on_after_its_last_part(tmp_path, inputs, embedd
             raise Cut
 
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "embedding.json.partial").touch()  # of a full disk
+    (tmp_path / "out" / "embedding.json.partial").touch()  # left by a full disk
     reported, options = [], {"part_items": 20, "batch_items": 7}
     with pytest.raises(Cut):
         embed([inputs], tmp_path / "out", embedder, **options, report=cut)
@@ -87,12 +87,12 @@ def test_a_run_that_was_cut_goes_on_after_its_last_part(tmp_path, inputs, embedd
     assert [int(hit.item.id) for hit in hits] == np.argsort(-scores)[:5].tolist()
     assert [hit.score for hit in hits] == pytest.approx(sorted(scores)[:-6:-1])
     assert [item.id for item in index.page("45", 3)] == ["46", "47", "48"]
-    # Once more: nothing is left to do.
+    # A further run has nothing to do.
     monkeypatch.setattr(embedder, "embed", None)
     assert embed([inputs], tmp_path / "out", embedder, **options) == manifest
 
 
-def test_a_collection_does_not_go_on_with_other_inputs_or_values(tmp_path, inputs, embedder):
+def test_a_collection_is_not_continued_with_other_inputs_or_values(tmp_path, inputs, embedder):
     whole = embed([inputs], tmp_path / "out", embedder)
     with pytest.raises(EmbedError, match="another dtype"):
         embed([inputs], tmp_path / "out", embedder, dtype="f16")
@@ -137,7 +137,7 @@ def test_jsonl_csv_and_images_are_inputs(tmp_path, embedder):
         ("a.gif", b"GIF89a\xff\xff\xff\xff\0\0\0,\0\0\0\0\xff\xff\xff\xff\0\x08", "pixels"),
     ],
 )
-def test_a_bad_input_is_told_with_its_place(tmp_path, embedder, name, content, reported):
+def test_the_error_of_a_bad_input_names_its_place(tmp_path, embedder, name, content, reported):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(EmbedError, match=reported.replace(".", r"\.")):
         embed([tmp_path / name], tmp_path / "out", embedder)
@@ -164,7 +164,7 @@ def test_the_commands_embed_and_search_a_directory(tmp_path, inputs):
     engine = ("--engine", "mock_pooling", "--limit", "2")
     found = run("search", out, TEXTS[7], *engine)
     assert (found.exit_code, len(found.output.splitlines())) == (0, 2), found.output
-    for seed in range(5):  # a folder of images is searched as it is
+    for seed in range(5):  # a folder of images can be searched without a collection
         (tmp_path / f"{seed}.png").write_bytes(encoded(seed))
     found = run("search", tmp_path, "--image", tmp_path / "3.png", *engine)
     assert found.exit_code == 0, found.output
@@ -186,7 +186,9 @@ def test_the_commands_embed_and_search_a_directory(tmp_path, inputs):
         (("search", "made", "x", "--engine", "needs"), "--model: mock-embeddings"),
     ],
 )
-def test_what_is_missing_is_told_before_a_load(tmp_path, inputs, monkeypatch, arguments, reported):
+def test_missing_arguments_are_reported_before_the_model_is_loaded(
+    tmp_path, inputs, monkeypatch, arguments, reported
+):
     def load(*arguments, **options):
         raise AssertionError("a model loads")
 
@@ -210,7 +212,7 @@ def _refuse(*arguments, **options):
     raise httpx.ConnectError("refused")
 
 
-async def test_a_collection_goes_into_a_store_and_comes_out_again(
+async def test_a_collection_is_imported_into_a_store_and_exported(
     tmp_path, inputs, ends, redis_server, monkeypatch
 ):
     monkeypatch.setenv("NO_PROXY", "*")
@@ -218,7 +220,7 @@ async def test_a_collection_goes_into_a_store_and_comes_out_again(
         serve_search(tmp_path / "search") as settings,
         run_fleet(ends, redis_server, search=dict(settings)) as (gateway, _),
     ):
-        monkeypatch.setattr(LimitSettings, "max_input_chars", 200)  # less than all texts have
+        monkeypatch.setattr(LimitSettings, "max_input_chars", 200)  # less than the sum of texts
         url = ("--url", gateway.url)
         made = await run_beside(
             "embed", inputs, "--output", tmp_path / "made", "--model", MODEL, *url
@@ -270,7 +272,7 @@ def test_a_walk_in_pages_sorts_the_ids_of_a_collection_once(tmp_path, monkeypatc
     assert len(sorts) == 1
 
 
-async def test_a_collection_is_a_store_that_every_key_may_search(
+async def test_a_collection_is_a_store_that_every_key_can_search(
     tmp_path, inputs, embedder, ends, redis_server
 ):
     where = Filter("lt", "n", 3.0)
@@ -298,7 +300,7 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
                 listed += [entry["id"] for entry in page["data"]]
                 has_more = page["has_more"]
             assert listed == every
-        # The served model is called otherwise than the one that made the collection.
+        # The served model has another name than the one that embedded the collection.
         assert (await client.post("/similar", json=body)).status_code == 404
     manifest = msgspec.structs.replace(read_manifest(tmp_path / "seed"), model=MODEL)
     write_manifest(tmp_path / "seed", manifest)
@@ -313,7 +315,7 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
         assert "(index: " in answer["text"][0]
         query = np.array([vector_of("anything", prompt_name="query")])
         [hits] = FlatIndex(tmp_path / "seed").search(query, 4)
-        for hit, line in zip(hits, answer["text"], strict=True):  # the model's prompt for queries
+        for hit, line in zip(hits, answer["text"], strict=True):  # with the query prompt
             assert line.startswith(f"Item: {hit.item.text} (index: {hit.item.id} ")
         words = await client.post("/similar", json={"keywords": ["any", "thing"]})
         assert len(words.json()["text"]) == 10
@@ -321,7 +323,7 @@ async def test_a_collection_is_a_store_that_every_key_may_search(
             assert (await client.post("/similar", json=bad)).status_code == 400
         [store] = (await client.get(STORES)).json()["data"]
         fields = msgspec.structs.asdict(manifest)
-        del fields["query_prompt"]  # which release 0.2 does not write
+        del fields["query_prompt"]  # release 0.2 does not write it
         assert store["id"] == f"vs_{sha256(msgspec.json.encode(fields)).hexdigest()[:32]}"
         path, asked = f"{STORES}/{store['id']}/search", {"query": "anything", "max_num_results": 4}
         page = (await client.post(path, json=asked)).json()

@@ -1,4 +1,4 @@
-"""Every index keeps what it has acknowledged and finds what is near, whoever is killed: one machine for all."""
+"""Every index keeps acknowledged items and finds the nearest ones after any kill: one state machine for all kinds."""
 
 import tempfile
 import threading
@@ -156,7 +156,7 @@ def _same(stored: dict[str, Item], model: dict[str, Item]) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_an_index_acknowledged_is_there_and_found_after_any_kill(kind):
+def test_acknowledged_items_are_found_after_any_kill(kind):
     run_state_machine_as_test(
         type("Machine", (IndexMachine,), {"kind": kind}),
         settings=settings(
@@ -174,7 +174,7 @@ def test_an_index_in_8_bits_finds_the_nearest_of_twenty_thousand(tmp_path):
     index = LanceIndexes(tmp_path).open("store", 32)
     index.upsert(make_items(vectors[:18_000]))
     index.compact()
-    index.upsert(make_items(vectors)[18_000:])  # newer than what is indexed
+    index.upsert(make_items(vectors)[18_000:])  # newer than the index over the vectors
     assert recall(index, vectors, make_vectors(50, 32, 2)) >= 0.97
     index.upsert(make_items(vectors[:200]))
     assert index.stats().num_items == 20_000
@@ -186,7 +186,7 @@ def test_an_index_in_8_bits_finds_the_nearest_of_twenty_thousand(tmp_path):
 
 
 def test_single_writes_leave_few_files(tmp_path):
-    """A hundred commits within seconds, beside searches."""
+    """A hundred commits within seconds, with concurrent searches."""
     index = LanceIndexes(tmp_path).open("store", 8)
     items = make_items(make_vectors(50, 8, 1))
     for number in range(100):
@@ -198,7 +198,7 @@ def test_single_writes_leave_few_files(tmp_path):
     assert sum(path.is_file() for path in tmp_path.rglob("*")) <= 2 * 50
 
 
-def test_old_versions_stay_while_they_are_read(tmp_path):
+def test_old_versions_are_kept_while_they_are_read(tmp_path):
     readers = Readers()
     begun, gate = threading.Event(), threading.Event()
 
@@ -211,7 +211,7 @@ def test_old_versions_stay_while_they_are_read(tmp_path):
         ended = threads.submit(read)
         assert begun.wait(60)
         assert not readers.wait(0.01)
-        with readers.reading():  # it began after the one who waits asked
+        with readers.reading():  # began after the waiting writer
             gate.set()
             ended.result(60)
             assert readers.wait(0.01) is False
@@ -219,7 +219,7 @@ def test_old_versions_stay_while_they_are_read(tmp_path):
 
 
 class Ids:
-    """An index that keeps no order, in memory."""
+    """An unordered index in memory."""
 
     def __init__(self, ids):
         self.ids = set(ids)
@@ -241,14 +241,14 @@ class Ids:
 
 @pytest.mark.parametrize(("window", "num_reads"), [(WINDOW, 1), (500, 7)])
 def test_a_walk_in_pages_reads_the_ids_once(monkeypatch, window, num_reads):
-    """Once for each window."""
+    """Once per window."""
     monkeypatch.setattr("search.index.WINDOW", window)
     index = Ids(f"{n:05}" for n in range(3000))
     assert index.walk(70) == sorted(index.ids)
     assert index.num_read <= num_reads * 3000
 
 
-def test_pages_lack_nothing_that_was_written_and_hold_nothing_that_was_deleted(monkeypatch):
+def test_pages_have_all_written_and_no_deleted_items(monkeypatch):
     monkeypatch.setattr("search.index.WINDOW", 50)
     index = Ids(f"{n:05}" for n in range(0, 1000, 2))
     first = set(index.ids)

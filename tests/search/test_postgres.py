@@ -1,4 +1,4 @@
-"""Vector stores in PostgreSQL: two search processes on one database, a server that is killed, an index of many items."""
+"""Vector stores in PostgreSQL: two search processes on one database, a killed server, and an index of many items."""
 
 import threading
 from collections.abc import Iterator
@@ -74,8 +74,8 @@ def tables(url: str) -> set[str]:
         return {name for (name,) in connection.execute(sql)}
 
 
-def test_writers_of_two_processes_lose_nothing(pair, shared_url):
-    """Upserts of the same ids, files, and stores at once; the other process finds, deletes and counts them."""
+def test_concurrent_writers_of_two_processes_lose_nothing(pair, shared_url):
+    """Concurrent upserts of equal IDs, files and stores; the other process finds, deletes and counts them."""
     one, two = pair
     store = one.ask(CREATE, wire.StoreRecord).id
 
@@ -154,7 +154,7 @@ def test_a_killed_database_loses_nothing_that_was_acknowledged(pair):
     writer = threading.Thread(target=write)
     writer.start()
     assert begun.wait(30)
-    for _ in range(8):  # each thread of the process has a connection
+    for _ in range(8):  # opens a connection per thread of the process
         process.ask(wire.ReadStore(tenant="t", store=store), wire.StoreRecord)
     postgres().kill()
     writer.join(30)
@@ -167,7 +167,7 @@ def test_a_killed_database_loses_nothing_that_was_acknowledged(pair):
         try:
             read = wire.ReadItems(tenant="t", store=store, page=wire.Page(limit=100_000))
             return process.ask(read, list[wire.Item])
-        except wire.SearchError:  # it recovers
+        except wire.SearchError:  # the database recovers
             return None
 
     wait_for(lambda: stored() is not None, 30)
@@ -184,12 +184,12 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
         for at in range(0, len(items), 3000):
             index.upsert(items[at : at + 3000])
         assert recall(index, vectors, queries) == 1.0
-        for _ in range(2):  # the second has nothing to do
+        for _ in range(2):  # the second call has nothing to do
             index.compact()
         assert recall(index, vectors, queries) >= 0.95
         assert all(len(hits) == 2000 for hits in index.search(queries[:1], 2000))
         before = index.stats().num_bytes
-        gone = np.argsort(-(queries[0] @ vectors.T))[:1000]  # all that the index would look at
+        gone = np.argsort(-(queries[0] @ vectors.T))[:1000]  # all that the index would examine
         assert index.delete([str(n) for n in gone]) == 1000
         [hits] = index.search(queries[:1], 10)
         assert len(hits) == 10
@@ -207,7 +207,7 @@ def test_the_nearest_of_twelve_thousand_with_and_without_the_index(url):
         (("postgres:@", "u:se cret@"), "URL is invalid"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_one_sentence(url, change, says):
+def test_an_unusable_database_is_a_clear_error(url, change, says):
     with pytest.raises(SettingsError, match=says) as refused:
         open_indexes(url.replace(*change))
     assert "\n" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The search process: killed while it writes, started again, asked for what it has acknowledged."""
+"""The search process: killed during writes, restarted, and queried for what it acknowledged."""
 
 import asyncio
 import threading
@@ -32,8 +32,8 @@ def process(tmp_path_factory, request):
         yield process
 
 
-def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
-    """A batch is there as a whole or not at all, as are the chunks of a file; an acknowledged one is there."""
+def test_acknowledged_writes_survive_kill_9(process):
+    """A batch, or the chunks of a file, are stored as a whole or not at all; acknowledged ones are stored."""
     store, other = process.ask(CREATE, wire.StoreRecord), process.ask(CREATE, wire.StoreRecord)
     upload = wire.PutFile(tenant="t", filename="a.txt", purpose="assistants", data=b"text")
     file = process.ask(upload, wire.FileRecord).id
@@ -64,7 +64,7 @@ def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
         threads.submit(go_on, write)
         wait_for(lambda: len(acknowledged) > 2)
         threads.submit(go_on, lambda: attached.append(process.ask(attach, wire.StoreFile)))
-        # As soon as the catalog knows of the file; the answer may be faster than the kill.
+        # As soon as the catalog contains the file; the response can precede the kill.
         while not (attached or process.ask(listing, list[wire.StoreFile])):
             pass
         process.kill()
@@ -75,7 +75,7 @@ def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
         return process.ask(read, list[wire.Item])
 
     while len(stored := read_all()) != len(read_all()):
-        pass  # PostgreSQL commits what it was sent before the kill
+        pass  # PostgreSQL commits statements that it received before the kill
     batches = {int(item.id.partition(" ")[0]) for item in stored}
     assert set(acknowledged) <= batches
     assert len(stored) == 50 * len(batches)
@@ -94,7 +94,7 @@ def test_what_was_acknowledged_outlives_kill_9_while_writing(process):
         ("http://0.0.0.0:8200", "VLM_SEARCH__TOKEN"),
     ],
 )
-def test_a_process_that_cannot_serve_says_why(tmp_path, url, says):
+def test_the_error_of_a_failed_start_has_the_reason(tmp_path, url, says):
     search = {"url": url, "data_dir": str(tmp_path)}
     with (
         run_search(tmp_path) if "another" in says else nullcontext(),
@@ -114,13 +114,13 @@ def test_vectors_of_another_model_are_refused(process):
         assert refused.value.fault.code == "conflict"
 
 
-def test_strangers_cannot_open_its_socket(process):
+def test_other_users_cannot_open_its_socket(process):
     mode = Path(process.url.removeprefix("unix://")).stat().st_mode
     assert mode & 0o007 == 0
 
 
 async def test_a_search_does_not_wait_for_uploads():
-    """More uploads than the process has threads are being written; a search is answered."""
+    """A search is answered while more uploads than the process has threads are written."""
     is_written, begun = threading.Event(), list[wire.Request]()
 
     def answer(request: wire.Request) -> object:
@@ -150,5 +150,5 @@ async def test_a_search_does_not_wait_for_uploads():
     app.close()
 
 
-def test_a_process_that_is_told_to_stop_ends_well(process):
+def test_a_process_ends_cleanly_when_stopped(process):
     assert process.stop() == 0

@@ -1,4 +1,4 @@
-"""What a key may keep, when many write at once."""
+"""Storage limits of a key under concurrent writes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -50,8 +50,8 @@ def list_ids(stores, **page):
     return [record.id for record in stores.answer(asked)]
 
 
-def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch):
-    """Each is in its write before another one's bytes are noted; a file that comes then counts too."""
+def test_concurrent_writers_store_no_more_than_sequential_ones(stores, monkeypatch):
+    """All writes run before the bytes of any are recorded; a file that is uploaded then counts too."""
     names = [create(stores) for _ in range(NUM_WRITERS)]
     of_another = create(stores, "other")
     gate, told = threading.Event(), threading.Semaphore(0)
@@ -88,7 +88,7 @@ def test_writers_at_once_keep_no_more_than_one_after_another(stores, monkeypatch
     assert sorted(counts) == [0, 0, 0, 50, 50, 50]
 
 
-def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
+def test_a_refused_or_failed_write_releases_its_bytes(stores, monkeypatch):
     name = create(stores)
 
     def fail(index, items):
@@ -106,7 +106,7 @@ def test_a_refused_or_failed_write_gives_its_room_back(stores, monkeypatch):
 
 
 @pytest.mark.parametrize("is_write", [False, True])
-def test_a_store_deleted_while_it_is_asked_for_stays_away(stores, tmp_path, monkeypatch, is_write):
+def test_a_store_deleted_during_a_request_stays_deleted(stores, tmp_path, monkeypatch, is_write):
     name = create(stores)
     find = Catalog.store
     meanwhile = [lambda: stores.answer(wire.DropStore(tenant="t", store=name))]
@@ -133,7 +133,7 @@ def test_a_store_deleted_while_it_is_asked_for_stays_away(stores, tmp_path, monk
         (Catalog, "files_of", wire.PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
     ],
 )  # fmt: skip
-def test_readers_wait_for_no_writer(stores, monkeypatch, owner, name, writes):
+def test_readers_do_not_wait_for_writers(stores, monkeypatch, owner, name, writes):
     store, other = create(stores), create(stores)
     stores.answer(put(store, ITEMS[:5]))
     file = stores.answer(wire.PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
@@ -181,21 +181,21 @@ def test_a_store_stays_open_while_it_is_compacted(stores, monkeypatch):
     for item in ITEMS[:3]:
         stores.answer(put(store, [item]))
     assert begun.wait(60)
-    for name in (other, store):  # the first would close the other
+    for name in (other, store):  # opening the first store would close the other one
         stores.answer(query(name))
     gate.set()
-    stores._background.submit(int).result(60)  # it has one thread
+    stores._background.submit(int).result(60)  # waits for its only thread
     assert stores.answer(query(store))
 
 
 def reopened(tmp_path):
-    """Another process on the same files."""
+    """Opens the same files as another process would."""
     catalog, indexes = Catalog(Sqlite(tmp_path / "catalog")), LanceIndexes(tmp_path / "stores")
     return Stores(catalog, indexes, LimitSettings())
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_an_index_that_cannot_be_deleted_yet_goes_later(
+def test_an_index_that_cannot_be_deleted_yet_is_deleted_later(
     stores, tmp_path, monkeypatch, is_restarted
 ):
     name = create(stores)
@@ -215,7 +215,7 @@ def test_an_index_that_cannot_be_deleted_yet_goes_later(
     assert list((tmp_path / "stores").iterdir()) == []
 
 
-def test_a_creation_that_was_killed_leaves_no_index(stores, tmp_path, monkeypatch):
+def test_a_killed_creation_leaves_no_index(stores, tmp_path, monkeypatch):
     def end(*_):
         raise KeyboardInterrupt
 
@@ -228,7 +228,7 @@ def test_a_creation_that_was_killed_leaves_no_index(stores, tmp_path, monkeypatc
     assert list((tmp_path / "stores").iterdir()) == []
 
 
-def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
+def test_an_unused_store_expires(stores, tmp_path, monkeypatch):
     day = 86_400
     names = {days: create(stores, expires_after_days=days) for days in (0, 1, 2, 5)}
     now = stores.answer(wire.ReadStore(tenant="t", store=names[1])).created_at
@@ -247,7 +247,7 @@ def test_a_store_that_is_not_used_expires(stores, tmp_path, monkeypatch):
     assert stores.answer(wire.ReadStore(tenant="t", store=names[2])).last_active_at == searched_at
 
 
-def test_a_list_begins_again_where_the_entry_beside_a_page_was_deleted(stores):
+def test_a_page_can_begin_at_a_deleted_entry(stores):
     first, gone, last = (create(stores) for _ in range(3))
     stores.answer(wire.DropStore(tenant="t", store=gone))
     assert list_ids(stores, after=gone) == list_ids(stores, before=gone) == [last, first]

@@ -1,6 +1,6 @@
-"""The first walk of a newcomer: embed texts offline by the built-in model, serve them, ask by `curl`.
+"""A new user's first steps: embed texts offline with the built-in model, serve them, and search with `curl`.
 
-WALK_TEXTS says how many texts; `make walk` takes 20,000.
+WALK_TEXTS sets the number of texts; `make walk` uses 20,000.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from training.shapes.world import sample_scene
 from training.shapes_clip.queries import sample_query
 
 NUM_TEXTS = int(os.environ.get("WALK_TEXTS", "300"))
-#: What is asked, and the words that the nearest texts have.
+#: Queries, and the words that the nearest texts must contain.
 QUESTIONS = {"a red star": {"red", "star"}, "a green ring": {"green", "ring"}}
 
 
 def embed_offline(folder) -> str:
-    """What `vlm embed` says of texts that it makes a collection of."""
+    """Writes texts and runs `vlm embed`; returns its output."""
     rng = Random(1)
     texts = [sample_query(sample_scene(rng), rng).text for _ in range(NUM_TEXTS - len(QUESTIONS))]
     inputs = folder / "texts.txt"
@@ -66,4 +66,4 @@ async def test_texts_are_embedded_served_and_found_by_curl(tmp_path, ends, redis
             best = answer["text"][0]
             assert words <= set(best.lower().replace(".", "").split()), best
             assert "score:1.00" in best
-    print(said)  # with -s
+    print(said)  # printed with -s
