@@ -1,4 +1,4 @@
-"""A real Redis server for the whole run, on its own unix socket, and a key prefix for each test."""
+"""A real Redis server for the whole test run, on its own unix socket, and a key prefix per test."""
 
 import gc
 import os
@@ -21,17 +21,17 @@ from shared.settings.tree import RedisSettings
 from tests.factories_queue import Ends, open_ends
 
 if not Path("/dev/nvidiactl").exists():
-    # kernels are tested in Triton's interpreter then, which whoever imports triton first must ask for
+    # Without a GPU, kernels run in Triton's interpreter, which must be enabled before the first import of triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# More processes run than there are cores: threads of torch that wait for each other must not spin.
+# More processes run than there are cores, so threads of torch must not spin while they wait for each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-# The time of an example says nothing on a busy machine.
+# Deadlines of examples are meaningless on a busy machine.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy")
 
-# What modules make when they are imported stays: nothing of it is looked through, now or in each test's collections.
+# Objects created at import time stay; this keeps them out of every garbage collection.
 gc.disable()
 
 
@@ -42,7 +42,7 @@ def pytest_runtestloop() -> None:
     gc.enable()
 
 
-#: Files that share a fleet or a browser, which takes seconds to start: one process of tests has them all.
+#: Files that share a fleet or a browser, which starts in seconds: one test process runs all files of a group.
 TOGETHER = {
     "tests/browser/": "browser",
     **dict.fromkeys(
@@ -55,9 +55,9 @@ TOGETHER = {
 
 
 class ByFile(LoadFileScheduling):
-    """Gives a process of tests whole files: of engines, which compute, to one process as long as others are left.
+    """Schedules whole files. One process at a time runs files of engines, which compute, while other files are left.
 
-    Those mostly wait, for processes and for one another, and leave a core to it.
+    The other files mostly wait for processes, and leave a core free.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -83,7 +83,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 @pytest.fixture(scope="session", params=["bundled", "redis-server", "valkey-server"])
 def redis_program(request: pytest.FixtureRequest) -> Path:
-    """Each server of this machine in turn: the one that comes with the project, and those on the PATH."""
+    """Each installed Redis server in turn: the bundled one, and those on the PATH."""
     installed = shutil.which("redis-server" if request.param == "bundled" else request.param)
     try:
         first = find_redis_server()
@@ -100,7 +100,7 @@ def redis_program(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[str]:
-    """The URL of a server that only this run uses."""
+    """The URL of a server that only this test run uses."""
     with tempfile.TemporaryDirectory(prefix="vlm-tests-") as folder:
         server = EmbeddedRedis(Path(folder))
         yield server.start()
@@ -109,7 +109,7 @@ def redis_server() -> Iterator[str]:
 
 @pytest.fixture
 def redis_prefix() -> str:
-    """A key prefix that no other test uses."""
+    """A unique key prefix."""
     return f"t{uuid4().hex[:12]}"
 
 
@@ -129,6 +129,6 @@ async def redis_blocking(redis_server: str) -> AsyncIterator[Redis]:
 
 @pytest.fixture
 async def ends(redis: Redis, redis_blocking: Redis, redis_prefix: str) -> AsyncIterator[Ends]:
-    """A queue, and as many workers on it as a test asks for."""
+    """A queue, and as many workers on it as the test requests."""
     async with open_ends(redis, redis_blocking, redis_prefix) as ends:
         yield ends

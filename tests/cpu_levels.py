@@ -1,4 +1,4 @@
-"""Levels of the CPU, for tests that compute on every one that this machine can run."""
+"""CPU levels for tests that run on every level of this machine."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.long import few
 
 COMPILED = [level for level in LEVELS if level.compiler_flags is not None]
 RUNNABLE = [level for level in COMPILED if not level.lacks()]
-#: Those between differ in products by integers alone.
+#: The levels between them differ only in integer products.
 OUTERMOST = few(RUNNABLE, RUNNABLE[:1] + RUNNABLE[-1:])
 on_outermost_levels = pytest.mark.parametrize(
     "ops", OUTERMOST, indirect=True, ids=lambda level: level.name
@@ -16,7 +16,7 @@ on_outermost_levels = pytest.mark.parametrize(
 
 
 def ops_of(mode: CpuKernels, level: CpuLevel) -> Ops:
-    """Skips what this machine cannot run, and says why."""
+    """Returns the kernels of a level. Skips the test with the reason if this machine cannot run it."""
     if reason := level.lacks():
         pytest.skip(reason)
     ops = cpu_ops(mode, level)

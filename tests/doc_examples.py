@@ -1,4 +1,4 @@
-"""The Python examples of a page of docs, each with what it prints."""
+"""The Python examples of a docs page, with their output."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```\n```text\n(.*?)^```$", re.M | re.S)
 
 
 class Examples:
-    """Those of one page, in its order; later ones use the names of earlier ones."""
+    """The examples of one page in order; later ones use names of earlier ones."""
 
     def __init__(self, page: str) -> None:
         blocks = _BLOCK.findall((_DOCS / page).read_text())
@@ -19,7 +19,7 @@ class Examples:
         self.shown = [shown for _, shown in blocks]
 
     def run(self, url: str) -> list[str]:
-        """What each prints at a gateway."""
+        """Runs the examples with a gateway; returns the output of each."""
         names: dict[str, Any] = {}
         printed = []
         for code in self._codes:

@@ -1,6 +1,6 @@
-"""Write the generated parts of the docs: `make docs`; `make docs ARGS=--numbers` writes sizes too, in a minute.
+"""Writes the generated parts of the docs: `make docs`. `make docs ARGS=--numbers` also writes sizes, in a minute.
 
-A table stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+A table is between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def settings() -> str:
     rows = [
         [code([row.variable]), code([row.default] if row.default else []), row.description]
         for row in setting_rows(settings_classes())
-        if "__MOCK__" not in row.variable  # of tests
+        if "__MOCK__" not in row.variable  # only for tests
     ]
     return table(["variable", "default", "meaning"], rows)
 
@@ -84,7 +84,7 @@ def error_codes() -> str:
 
 
 def unsupported_fields() -> str:
-    """Refused fields by path, with their no-op values."""
+    """Returns the refused fields by path, with their no-op values."""
 
     def describe(name: str, values: tuple[object, ...]) -> str:
         noops = " or ".join(f"`{json.dumps(value)}`" for value in values)
@@ -102,7 +102,7 @@ def ignored_fields() -> str:
 
 
 def numbers() -> str:
-    """Lines, files, and files of a streamed request."""
+    """Returns the numbers of lines, of files, and of files of a streamed request."""
     sizes = count(ROOT)
     parts = [
         f"{area}: {sizes[area][language][0]:,} lines in {sizes[area][language][1]} files"
@@ -132,7 +132,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def fill(page: str, tables: dict[str, Callable[[], str]]) -> str:
-    """The page with the tables that it names; others stay."""
+    """Returns the page with the given tables replaced; other tables are kept."""
 
     def replace(found: re.Match[str]) -> str:
         begin, name, end = found.groups()

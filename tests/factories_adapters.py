@@ -1,4 +1,4 @@
-"""Random LoRA adapters, as `peft` writes them, and what they make of a model of transformers."""
+"""Random LoRA adapters as `peft` writes them, and the merged weights of a model of transformers."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ LIMITS = AdapterLimits(max_rank=16, max_bytes=2**20)
 
 
 def linear_names(model: nn.Module, ends: Iterable[str], within: str = "") -> list[str]:
-    """Linear maps of a model whose names end so."""
+    """Returns the names of linear layers of a model that end with one of `ends`."""
     return [
         name
         for name, module in model.named_modules()
@@ -27,7 +27,7 @@ def linear_names(model: nn.Module, ends: Iterable[str], within: str = "") -> lis
 def make_changes(
     model: nn.Module, names: Iterable[str], rank: int = 4, seed: int = 1, std: float = 0.3
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Random A and B of some maps, by their names."""
+    """Returns random A and B of some layers, by name."""
     generator = torch.Generator().manual_seed(seed)
     changes = {}
     for name in names:
@@ -55,7 +55,7 @@ def write_adapter(
 def merged(
     model: nn.Module, changes: dict[str, tuple[Tensor, Tensor]], scale: float | None = None
 ) -> Any:
-    """A copy of the model whose weights are W + scale B A; `scale` None: 8 / rank."""
+    """Returns a copy of the model whose weights are W + scale B A; `scale` None: 8 / rank."""
     copy = deepcopy(model)
     for name, (down, up) in changes.items():
         factor = 8 / len(down) if scale is None else scale

@@ -1,4 +1,4 @@
-"""Small audio files, made by PyAV."""
+"""Small audio files, created with PyAV."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -11,14 +11,14 @@ from tests.factories_video import av, make_clip
 
 
 def tone(seconds: float, rate: int, channels: int = 1) -> np.ndarray:
-    """A tone that rises from 200 to 1,000 Hz within 4 s. Shapes: returns (channels, samples)."""
+    """Returns a tone that rises from 200 to 1,000 Hz within 4 s. Shapes: returns (channels, samples)."""
     at = np.arange(round(seconds * rate)) / rate
     wave = 0.5 * np.sin(2 * np.pi * (200 + 100 * at) * at)
     return np.tile(wave.astype(np.float32), (channels, 1))
 
 
 def hum(seconds: float, rate: int, pauses: Sequence[float] = ()) -> np.ndarray:
-    """A tone of 300 Hz that pauses for half a second at these times. Shapes: returns (1, samples)."""
+    """Returns a tone of 300 Hz that pauses for half a second at these times. Shapes: returns (1, samples)."""
     at = np.arange(round(seconds * rate)) / rate
     wave = 0.3 * np.sin(2 * np.pi * 300 * at)
     for start in pauses:
@@ -35,7 +35,7 @@ def make_audio(
     layout: str = "mono",
     pauses: Sequence[float] | None = None,
 ) -> bytes:
-    """A tone; with `pauses`, a hum of one channel."""
+    """Returns a tone; with `pauses`, a hum of one channel."""
     file = io.BytesIO()
     with av.open(file, "w", format=form) as container:
         stream = container.add_stream(codec, rate=rate, layout=layout)
@@ -52,14 +52,14 @@ def make_audio(
 
 
 def claiming(place: int, value: int, num_bytes: int = 4) -> bytes:
-    """A WAV file with another value in its header: channels at 22, the rate at 24, bytes of its data at 74."""
+    """Returns a WAV file with a changed header: channels are at byte 22, the rate at 24, the data size at 74."""
     data = bytearray(make_audio())
     data[place : place + num_bytes] = value.to_bytes(num_bytes, "little")
     return bytes(data)
 
 
 def with_picture(mp3: bytes) -> bytes:
-    """The same MP3 file behind an ID3 tag with a picture of its album."""
+    """Returns the MP3 file after an ID3 tag with an album picture."""
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, "PNG")
     body = b"\0image/png\0\3\0" + file.getvalue()
@@ -73,7 +73,7 @@ def sound(name: str) -> bytes:
     return SOUNDS[name][0]()
 
 
-#: Files of 2 s by name: a function that makes one, its media type, and its defect or "".
+#: Files of 2 s by name: a function that creates one, its media type, and its defect or "".
 SOUNDS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "wav": (make_audio, "audio/wav", ""),
     "stereo": (lambda: make_audio(rate=44_100, layout="stereo"), "audio/wav", ""),

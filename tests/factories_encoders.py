@@ -1,4 +1,4 @@
-"""Directories of encoders of a few layers with random weights, made offline, and what transformers computes of them."""
+"""Encoder directories with a few layers of random weights, created offline, and reference results of transformers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ CONFIGS = {
 
 
 def make_tokenizer(directory: Path, **options: Any) -> None:
-    """Words of a list, `<s>` and `</s>` around them; a pair has `</s>` between, and types."""
+    """Writes a tokenizer of listed words with `<s>` and `</s>`; a pair has `</s>` between its parts, and type IDs."""
     vocab = {word: index for index, word in enumerate([*SPECIALS, *WORDS])}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -70,7 +70,7 @@ def make_tokenizer(directory: Path, **options: Any) -> None:
 
 
 def spread(model: Any) -> Any:
-    """Weights so large that answers differ clearly."""
+    """Scales the weights, so that answers differ clearly."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -89,7 +89,7 @@ def make_encoder(
     dense: Sequence[dict[str, Any]] = (),
     **own: Any,
 ) -> Path:
-    """An encoder with the files of sentence-transformers. `dense`: the `config.json` of each such module."""
+    """Writes an encoder with the files of sentence-transformers. `dense`: the `config.json` of each dense module."""
     torch.manual_seed(7)
     config = CONFIGS[kind]()
     for name, value in own.pop("config", {}).items():
@@ -122,7 +122,7 @@ def make_encoder(
 
 
 def make_dense(folder: Path, values: dict[str, Any]) -> None:
-    """A module of sentence-transformers."""
+    """Writes a dense module of sentence-transformers."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
     shape = (values["out_features"], values["in_features"])
@@ -141,7 +141,7 @@ VISION: dict[str, Any] = {
 
 
 def make_siglip(directory: Path, padding_side: str = "right") -> Path:
-    """Two towers of two layers; texts of 16 tokens."""
+    """Writes two towers of two layers; texts have 16 tokens."""
     torch.manual_seed(7)
     text = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 16, "projection_size": 32}
     config = SiglipConfig(text_config=text, vision_config=VISION)
@@ -154,7 +154,7 @@ def make_siglip(directory: Path, padding_side: str = "right") -> Path:
 def make_scorer(
     directory: Path, kind: str, config: Mapping[str, Any] = MappingProxyType({})
 ) -> Path:
-    """A cross-encoder of one label; `config` has changes."""
+    """Writes a cross-encoder with one label; `config` has changes."""
     torch.manual_seed(7)
     model = CONFIGS[kind]()
     for name, value in {**config, "num_labels": 1}.items():
@@ -165,7 +165,7 @@ def make_scorer(
 
 
 def make_clip(directory: Path) -> Path:
-    """Two towers of two layers."""
+    """Writes two towers of two layers."""
     torch.manual_seed(7)
     text = {**SMALL, "num_hidden_layers": 2, "max_position_embeddings": 24}
     config = CLIPConfig(text_config=text, vision_config=VISION, projection_dim=16)
@@ -184,7 +184,7 @@ def _loaded(directory: Path, auto: Any) -> tuple[Any, Any]:
 
 @torch.inference_mode()
 def reference(directory: Path, text: str, pooling: str, *, normalize: bool = False) -> torch.Tensor:
-    """One text alone, by transformers and the formula of sentence-transformers."""
+    """Returns the vector of one text, by transformers and the formula of sentence-transformers."""
     tokenizer, model = _loaded(directory, AutoModel)
     inputs = tokenizer(text, return_tensors="pt")
     if getattr(model.config, "type_vocab_size", 0) <= 1 or model.config.model_type == "mpnet":
@@ -197,7 +197,7 @@ def reference(directory: Path, text: str, pooling: str, *, normalize: bool = Fal
 
 @torch.inference_mode()
 def reference_score(directory: Path, query: str, document: str) -> torch.Tensor:
-    """One pair alone, by transformers; the number itself."""
+    """Returns the unnormalized score of one pair, by transformers."""
     tokenizer, model = _loaded(directory, AutoModelForSequenceClassification)
     inputs = tokenizer(query, document, return_tensors="pt")
     if getattr(model.config, "type_vocab_size", 0) <= 1:

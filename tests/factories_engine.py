@@ -1,4 +1,4 @@
-"""Things of the engine core with defaults, for tests that care about one of their properties."""
+"""Objects of the engine core with defaults, for tests of one of their properties."""
 
 import time
 from collections.abc import Callable
@@ -29,7 +29,7 @@ EOS_ID = 9999
 
 
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """Time that passes only during `sleep`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -53,7 +53,7 @@ def make_request(
     priority: Priority = Priority.INTERACTIVE,
     **sampling: object,
 ) -> EngineRequest:
-    """Positions of images are overwritten with image slots."""
+    """Returns a request; image slots replace tokens at the positions of images."""
     token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     for image in images:
         token_ids[image.offset : image.offset + image.num_tokens] = [IMAGE_ID] * image.num_tokens
@@ -107,7 +107,7 @@ def make_scheduler(
 
 
 def shares(batch: Batch) -> dict[str, int]:
-    """New tokens by sequence."""
+    """Returns the number of new tokens by sequence."""
     return {item.sequence.request_id: item.num_new_tokens for item in batch.items}
 
 
@@ -117,7 +117,7 @@ def run_step(
     num_computed: dict[str, int] | None = None,
     over_budget: frozenset[str] = frozenset(),
 ) -> Batch:
-    """Schedule and update as if a model had sampled `token_id` for all requests not in `num_computed`."""
+    """Runs a step as if a model had sampled `token_id` for all requests that are not in `num_computed`."""
     batch = scheduler.schedule()
     fewer = num_computed or {}
     choices = [
@@ -130,7 +130,7 @@ def run_step(
 
 
 class SumMatcher:
-    """A grammar: a token may follow if its remainder by 3 is that of the sum of all before it."""
+    """A grammar that allows a token if it equals the sum of all earlier tokens, modulo 3."""
 
     def __init__(self, vocab_size: int, total: int = 0) -> None:
         self.vocab_size = vocab_size
@@ -158,20 +158,20 @@ class SumMatcher:
 
 
 class CheckingRunner(MockRunner):
-    """A mock that keeps a KV pool of notes, and reads them all back before it samples a token.
+    """A mock with a KV pool of notes, which reads all of them before it samples a token.
 
-    A note says what a slot was computed from. Whatever goes wrong with blocks, prefixes, chunks or
-    preemption, somebody reads a note that is not his.
+    A note contains what its slot was computed from. Any error with blocks, prefixes, chunks or preemption makes a
+    sequence read the note of another one.
     """
 
     def __init__(self, settings: MockEngineSettings) -> None:
         super().__init__(settings)
         self.notes: list[object] = [None] * (self.num_blocks * self.block_size)
-        self.find_lent: Callable[[], set[int]] | None = None  # tells which blocks are lent
+        self.find_lent: Callable[[], set[int]] | None = None  # returns the blocks in use
         self.launched: list[Batch] = []
         self._last: CheckingStep | None = None
-        self.failures: list[Exception] = []  # raised, one by one, instead of computing
-        self.known_requests: set[str] = set()  # seen and not released yet
+        self.failures: list[Exception] = []  # raised one by one instead of computing
+        self.known_requests: set[str] = set()  # seen and not yet released
 
     def launch(self, batch: Batch) -> "CheckingStep":
         assert batch.items
@@ -191,7 +191,7 @@ class CheckingRunner(MockRunner):
 
 @dataclass
 class CheckedShare:
-    """What a share reads and writes, as it stood when the step was launched."""
+    """The reads and writes of a sequence in a step, copied at launch time."""
 
     sequence: Sequence
     start: int
@@ -216,7 +216,7 @@ class CheckedShare:
 
 @dataclass
 class CheckingStep:
-    """Computed when it is waited for, as late as can be; behind one that failed, it computes nonsense."""
+    """A step that computes as late as possible, when it is waited for. After a failed step, it computes nonsense."""
 
     can_be_followed: ClassVar[bool] = True
     runner: CheckingRunner
@@ -259,7 +259,7 @@ def note(sequence: Sequence, position: int, token_ids: list[int]) -> object:
 
 
 def make_mock(**changes: object) -> MockSettings:
-    """A mock that takes no time, unless it is told to."""
+    """Returns a mock that takes no time, unless changed."""
     instant = {"vision_s": 0, "prefill_s_per_token": 0, "decode_s": 0}
     return MockSettings(**{**instant, **changes})
 
@@ -267,7 +267,7 @@ def make_mock(**changes: object) -> MockSettings:
 def make_engine(
     num_output_tokens: int = 12, mock: MockSettings | None = None, **config: object
 ) -> BatchingEngine:
-    """The mock engine over a pool of notes."""
+    """Returns the mock engine with a pool of notes."""
     mock = mock or make_mock(num_output_tokens=num_output_tokens, tokens_per_image=8)
     settings = MockEngineSettings(**{"block_size": 4, "num_kv_blocks": 256, "mock": mock, **config})
     runner = CheckingRunner(settings)
@@ -279,7 +279,7 @@ def make_engine(
 
 @dataclass
 class Transcript:
-    """The outputs of one request, put together as a client would, the laws of their order checked."""
+    """The outputs of one request, assembled as by a client, with checks of their order."""
 
     next_index: int = 0
     token_ids: list[int] = field(default_factory=list)
@@ -314,7 +314,7 @@ class Transcript:
 
 
 def run_all(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
-    """Add the requests together and step until all is said."""
+    """Adds the requests together and steps until none is left."""
     transcripts = {r.request_id: Transcript(len(r.output_token_ids)) for r in requests}
     for request in requests:
         engine.add(request)
@@ -327,6 +327,6 @@ def run_all(engine: Engine, *requests: EngineRequest) -> dict[str, Transcript]:
 
 
 def answer_alone(request: EngineRequest, num_output_tokens: int = 12) -> Transcript:
-    """What a request answers in its own engine with space for everything."""
+    """Returns the answer of a request in its own engine with enough blocks."""
     engine = make_engine(num_output_tokens, enable_prefix_cache=False)
     return run_all(engine, request)[request.request_id]

@@ -1,6 +1,6 @@
-"""Checkpoints in the quantized formats that others publish, written from the formats' descriptions and by no reader's code.
+"""Checkpoints in published quantized formats, written from the formats' descriptions without the code of any reader.
 
-Everything is packed bit by bit in numpy. A writer returns what the written weights stand for, by their names.
+Everything is packed bit by bit in numpy. A writer returns the dequantized weights by name.
 """
 
 import json
@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass
 class Rounded:
-    """A matrix in few bits: scale * (integer - zero), by the group of each input."""
+    """A quantized matrix: scale * (integer - zero), with the group of each input."""
 
     integers: np.ndarray  # (N, K), from 0
     scale: np.ndarray  # (N, G)
@@ -43,7 +43,7 @@ class Rounded:
 def round_weights(
     weight: Tensor, group: np.ndarray, bits: int, symmetric: bool, dtype: torch.dtype
 ) -> Rounded:
-    """To the nearest; scales are such that `dtype` holds them."""
+    """Rounds to nearest; `dtype` can represent the scales exactly."""
     w = weight.double().numpy()
     num_groups = int(group.max()) + 1
     scale, zero = np.empty((2, len(w), num_groups))
@@ -65,7 +65,7 @@ def round_weights(
 def pack(
     integers: np.ndarray, bits: int, axis: int, order: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Into words of 32 bits along an axis, the first lowest; missing ones are 0."""
+    """Packs integers into 32-bit words along an axis, the first in the lowest bits; missing ones are 0."""
     integers = np.moveaxis(integers, axis, -1)
     per_word = 32 // bits
     padded = np.pad(integers, ((0, 0), (0, -integers.shape[1] % per_word)))
@@ -78,13 +78,13 @@ def pack(
 
 
 def unpack_rows(words: Tensor) -> Tensor:
-    """What was packed in 4 bits along the first axis. Shapes: (n, N); returns (8 n, N)."""
+    """Unpacks 4-bit integers along the first axis. Shapes: (n, N); returns (8 n, N)."""
     places = [(words >> 4 * place) & 15 for place in range(8)]
     return torch.stack(places, 1).flatten(0, 1)
 
 
 def groups_of(num_inputs: int, size: int, shuffled: bool = False) -> np.ndarray:
-    """The group of each input; -1 is one for all. Shuffled as `desc_act` does."""
+    """Returns the group of each input; size -1 is one group. Shuffled as with `desc_act`."""
     size = num_inputs if size == -1 else size
     order = np.random.default_rng(num_inputs).permutation(num_inputs)
     return (order if shuffled else np.arange(num_inputs)) // size
@@ -94,7 +94,7 @@ def to_numbers(array: np.ndarray, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(dtype)
 
 
-Write = Callable[[Tensor], tuple[Tensors, Tensor]]  # a weight to its parts, and what they stand for
+Write = Callable[[Tensor], tuple[Tensors, Tensor]]  # maps a weight to stored tensors and its value
 
 
 @cache
@@ -111,7 +111,7 @@ def gptq(
         group = groups_of(weight.shape[1], group_size, desc_act)
         rounded = round_weights(weight, group, bits, sym, dtype)
         zeros = pack(rounded.zero.T, bits, 1).numpy().view(np.uint32).copy()
-        if version == "gptq":  # a word at a time, so that a 0 borrows from the next
+        if version == "gptq":  # subtracted per word, so that a 0 borrows from the next one
             zeros -= np.uint32(sum(1 << bits * place for place in range(32 // bits)))
         parts = {
             "qweight": pack(rounded.integers.T, bits, 0),
@@ -156,7 +156,7 @@ def awq(group_size: int = 64) -> tuple[Write, dict[str, Any]]:
 def packed(
     bits: int = 4, group_size: int = -1, *, symmetric: bool = True, ordered: bool = False
 ) -> tuple[Write, dict[str, Any]]:
-    """compressed-tensors' `pack-quantized`."""
+    """Returns the writer and config of compressed-tensors' `pack-quantized`."""
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         group = groups_of(weight.shape[1], group_size, ordered)
@@ -183,7 +183,7 @@ def packed(
 def int8(
     strategy: str = "channel", *, symmetric: bool = True, activations: bool = False
 ) -> tuple[Write, dict[str, Any]]:
-    """compressed-tensors' `int-quantized`; with int8 activations, W8A8."""
+    """Returns the writer and config of compressed-tensors' `int-quantized`; with int8 activations, W8A8."""
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         whole = weight.reshape(1, -1) if strategy == "tensor" else weight
@@ -205,7 +205,7 @@ def int8(
 
 @cache
 def float8(strategy: str = "channel", block: int = 128) -> tuple[Write, dict[str, Any]]:
-    """compressed-tensors' `float-quantized`, with activations in FP8."""
+    """Returns the writer and config of compressed-tensors' `float-quantized`, with activations in FP8."""
     weights = _arguments(8, "float", strategy)
     if strategy == "block":
         weights["block_structure"] = [block, block]
@@ -263,7 +263,7 @@ def _compressed(form: str, weights: dict[str, Any], activations: bool = False) -
 
 
 def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **text: Any) -> Tensors:
-    """A tiny LLaVA whose decoder is quantized. Returns: the weights that it stands for."""
+    """Writes a tiny LLaVA with a quantized decoder. Returns the dequantized weights."""
     directory.mkdir()
     files, numbers = _quantized(json.dumps(TEXT | text), write)
     for name, data in files.items():
@@ -274,7 +274,7 @@ def write_checkpoint(directory: Path, write: Write, config: dict[str, Any], **te
 
 @cache
 def _quantized(text: str, write: Write) -> tuple[dict[str, bytes], Tensors]:
-    """Files of the quantized checkpoint but for what its config says of that, and the weights that they stand for."""
+    """Returns the files of the quantized checkpoint without the config's entry, and the dequantized weights."""
     with TemporaryDirectory() as made:
         for name, data in _plain_files(text).items():
             Path(made, name).write_bytes(data)
@@ -284,7 +284,7 @@ def _quantized(text: str, write: Write) -> tuple[dict[str, bytes], Tensors]:
 
 @cache
 def _plain_files(text: str) -> dict[str, bytes]:
-    """Files of the checkpoint in full precision, by the JSON of its text config."""
+    """Returns the files of the checkpoint in full precision, by the JSON of its text config."""
     with TemporaryDirectory() as made:
         changes = {"text_config": json.loads(text)}
         make_checkpoint("tiny", Path(made), changes=changes, dtype=torch.float32)
@@ -297,7 +297,7 @@ def write_text_checkpoint(
     config: dict[str, Any],
     model_class: type[PreTrainedModel] = OlmoForCausalLM,
 ) -> Tensors:
-    """As `write_checkpoint`, of a tiny model of transformers', by default one that its modules compute."""
+    """As `write_checkpoint`, for a tiny model of transformers; the default runs on transformers' modules."""
     create: Any = model_class.config_class
     settings = create(
         vocab_size=320,

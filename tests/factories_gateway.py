@@ -1,4 +1,4 @@
-"""A gateway on a real socket, and a worker that does what its script says, through the real queue."""
+"""A gateway on a real socket, and a scripted worker on the real queue."""
 
 import asyncio
 import itertools
@@ -60,12 +60,12 @@ from worker.active_requests import read_claim, to_publication
 MODEL = "tiny"
 CARD = ModelCard(MODEL, created_at=1_700_000_000, max_model_len=512, vocab_size=1000)
 CHAT = "/v1/chat/completions"
-#: Headers of a chat request but for its length.
+#: Headers of a chat request, without the value of the length.
 CHAT_HEAD = b"host: localhost\r\ncontent-type: application/json\r\ncontent-length: "
 
 
 HELLO = [{"role": "user", "content": "hello"}]
-#: The least that each API of text must be sent beside the model, for a whole answer.
+#: Required fields of each text API besides the model, for a response without a stream.
 TEXT_BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO},
     "/v1/completions": {"prompt": "hello"},
@@ -77,23 +77,23 @@ TEXT_BODIES: dict[str, dict[str, Any]] = {
 
 
 def content_of(stream: str) -> str:
-    """The text of a stream of chunks."""
+    """Returns the text of a stream of chunks."""
     return "".join(re.findall(r'"content":"([^"]+)"', stream))
 
 
 def make_body(content: str | list[dict[str, Any]] = "hello", **changes: Any) -> dict[str, Any]:
-    """A chat request with a text, or with parts."""
+    """Returns a chat request with a text or with parts."""
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], **changes}
 
 
 def chat_over_http(**changes: Any) -> bytes:
-    """The bytes of a chat request, for tests that write to a socket."""
+    """Returns the bytes of a chat request, for tests that write to a socket."""
     body = json.dumps(make_body(**changes)).encode()
     return b"POST %b HTTP/1.1\r\n%b%d\r\n\r\n%b" % (CHAT.encode(), CHAT_HEAD, len(body), body)
 
 
 def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Settings:
-    """Settings with short times. `changes`: by group, over the tests' own defaults."""
+    """Returns settings with short times. `changes`: by group, applied to the tests' defaults."""
     gateway = {"port": 0, "drain_s": 5.0, "silence_timeout_s": 1.0, **changes.get("gateway", {})}
     settings = Settings(
         _env_file=None,  # type: ignore[call-arg]
@@ -108,12 +108,12 @@ def make_settings(redis_url: str, prefix: str, **changes: dict[str, Any]) -> Set
     return settings.model_copy(update=made)
 
 
-#: What `answer_any` answers.
+#: The answers of `answer_any`.
 TOLD, NUMBERS, TOKEN_IDS = "Hello you", [0.25, 0.5], [5, 8]
 
 
 class Answer:
-    """A claimed request in the hands of a script: each call publishes at once."""
+    """A claimed request that a script answers. Each call publishes immediately."""
 
     def __init__(self, worker: "ScriptedWorker", claim: Claim) -> None:
         self.worker = worker
@@ -132,7 +132,7 @@ class Answer:
         await self.publish(self.started())
 
     async def say(self, *texts: str) -> None:
-        """One token per text, all in one publication."""
+        """Publishes one token per text in one publication."""
         await self.publish(*self.deltas(*texts))
 
     async def finish(
@@ -197,7 +197,7 @@ Script = Callable[[Answer], Awaitable[None]]
 
 
 async def say_hello(answer: Answer) -> None:
-    """The usual script: three tokens."""
+    """The default script: three tokens."""
     await answer.start()
     await answer.say("Hel")
     await answer.say("lo ")
@@ -224,13 +224,13 @@ async def answer_any(answer: Answer) -> None:
 
 
 def in_words(answer: Answer, text: str) -> str:
-    """A piece of text as the task's engine says it: an application says lines of JSON."""
+    """Returns a text as the task's engine emits it: applications emit JSON lines."""
     is_run = isinstance(answer.request.task, Run)
     return json.dumps({"item": text}) + "\n" if is_run else text
 
 
 def says(*pieces: str, begins: str = "", after: asyncio.Event | None = None, **end: Any) -> Script:
-    """A script that begins, waits for an event, and ends with `pieces`."""
+    """Returns a script that begins, waits for an event, and ends with `pieces`."""
 
     async def script(answer: Answer) -> None:
         await answer.start()
@@ -244,7 +244,7 @@ def says(*pieces: str, begins: str = "", after: asyncio.Event | None = None, **e
 
 
 async def think(answer: Answer) -> None:
-    """A script that thinks before it answers."""
+    """A script with reasoning before the answer."""
     name = (answer.request.id, answer.claim.attempt)
     await answer.start()
     await answer.publish(Tokens(*name, 0, (1,), reasoning="hmm"))
@@ -260,7 +260,7 @@ async def fail_halfway(answer: Answer) -> None:
 
 
 async def talk_on(answer: Answer) -> None:
-    """A script that continues until it is told to stop."""
+    """A script that continues until it is cancelled."""
     await answer.start()
     while answer.refused is None:
         await answer.say(in_words(answer, "on "))
@@ -284,7 +284,7 @@ async def find_segments(answer: Answer) -> None:
 
 
 class ScriptedWorker:
-    """A worker of one model whose engine is a function. It finds segments of audio by itself."""
+    """A worker of one model whose engine is a function. It finds segments of audio itself."""
 
     def __init__(self, redis: Redis, redis_blocking: Redis, prefix: str, card: ModelCard) -> None:
         self.script: Script = say_hello
@@ -329,11 +329,11 @@ class ScriptedWorker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it claims nothing any more."""
+        """Returns whether it has stopped claiming."""
         return self._tasks[0].done()
 
     async def rest(self) -> None:
-        """Forget what was asked, once all scripts have ended: the next test begins anew."""
+        """Waits for all scripts and resets the worker for the next test."""
         _, *scripts = self._tasks
         await asyncio.wait_for(asyncio.gather(*scripts), 20)
         await self._announce()
@@ -342,7 +342,7 @@ class ScriptedWorker:
         self.cancelled.clear()
 
     def stop_claiming(self) -> None:
-        """What it has continues; `start` claims again."""
+        """Stops claiming; running requests continue, and `start` claims again."""
         self._tasks[0].cancel()
 
     async def stop(self) -> None:
@@ -364,7 +364,7 @@ Create = Callable[[LimitSettings], Surface]
 
 
 class RunningGateway:
-    """A gateway that serves, and a client for it."""
+    """A running gateway with a client."""
 
     def __init__(
         self, services: Services, server: DrainingServer, client: httpx.AsyncClient
@@ -381,7 +381,7 @@ class RunningGateway:
         return await self.client.post(CHAT, json=body or make_body(), **options)
 
     async def stream(self, body: dict[str, Any] | None = None, **options: Any) -> str:
-        """The text of a whole stream."""
+        """Returns the text of a complete stream."""
         response = await self.chat({**(body or make_body()), "stream": True}, **options)
         assert response.status_code == 200, response.text
         return response.text
@@ -401,7 +401,7 @@ class RunningGateway:
 def openai_client(
     gateway: RunningGateway, api_key: str = "none", *, is_strict: bool = False
 ) -> openai.AsyncOpenAI:
-    """OpenAI's own client. `is_strict`: it checks every answer by its schema."""
+    """Returns OpenAI's client. `is_strict`: it validates every response."""
     http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     return openai.AsyncOpenAI(
         base_url=f"{gateway.url}/v1",
@@ -413,7 +413,7 @@ def openai_client(
 
 
 class _Impatience:
-    """asyncio, for uvicorn: it looks ten times a second whether to end, and then waits as long."""
+    """Replaces asyncio in uvicorn, so that it checks for shutdown ten times a second."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -424,7 +424,7 @@ class _Impatience:
 
 
 uvicorn.server.asyncio = _Impatience()  # type: ignore[assignment]
-# Scripted workers keep no deadlines: no gateway waits for them to.
+# Scripted workers enforce no deadlines, so gateways do not wait for them to.
 dispatcher._DEADLINE_GRACE_S = 0.05
 
 
@@ -432,7 +432,7 @@ dispatcher._DEADLINE_GRACE_S = 0.05
 async def run_gateway_on_socket(
     settings: Settings, *, refresh: bool = True, surfaces: Sequence[Create] = SURFACES
 ) -> AsyncIterator[RunningGateway]:
-    """Serve in this event loop."""
+    """Serves in this event loop."""
     services = Services(settings)
     server = services.create_server(create_app(services, surfaces))
     task = asyncio.create_task(server.serve())
@@ -456,7 +456,7 @@ async def run_gateway_on_socket(
 async def run_worker(
     redis_url: str, prefix: str, card: ModelCard = CARD
 ) -> AsyncIterator[ScriptedWorker]:
-    """A scripted worker that serves."""
+    """Runs a scripted worker."""
     settings = RedisSettings(url=redis_url)
     redis, blocking = create_redis(settings), create_redis(settings, blocking=True)
     worker = ScriptedWorker(redis, blocking, prefix, card)

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models, written with llama.cpp's own package, and what their tensors stand for by its dequantizer."""
+"""GGUF files of tiny models, written with llama.cpp's package, and the weights that its dequantizer returns."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -47,18 +47,18 @@ _NAMES = {
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-#: Of K-quants, which the package reads and does not write: bytes of the scales, and what the least integer is worth.
+#: K-quants, which the package reads but does not write: bytes of the scales, and the value of the least integer.
 _SCALES: dict[Kind, tuple[tuple[int, float], ...]] = {
     Kind.Q4_K: ((0, 2e-4), (2, 15e-4)),
     Kind.Q5_K: ((0, 1e-4), (2, 15.5e-4)),
     Kind.Q6_K: ((208, 5e-5),),
 }
 
-Choose = Callable[[str], Kind]  # a matrix's type, by its name in the file
+Choose = Callable[[str], Kind]  # returns a matrix's type by its name in the file
 
 
 def mixture(usual: Kind, better: Kind) -> Choose:
-    """As llama.cpp's "M" mixtures: what tells more is in more bits."""
+    """As llama.cpp's "M" mixtures, which store the more important matrices in more bits."""
 
     def choose(name: str) -> Kind:
         return better if name in ("output.weight", "blk.0.ffn_down.weight") else usual
@@ -67,7 +67,7 @@ def mixture(usual: Kind, better: Kind) -> Choose:
 
 
 def quantize(weight: np.ndarray, kind: Kind, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Blocks as a file has them, and the numbers that they stand for; those of K-quants are made up."""
+    """Returns the blocks of a file and their dequantized values; blocks of K-quants are random."""
     if kind not in _SCALES:
         blocks = gguf.quants.quantize(weight, kind)
         return blocks, gguf.quants.dequantize(blocks, kind)
@@ -88,7 +88,7 @@ def make_model(arch: str, **changes: Any) -> PreTrainedModel:
     model = model_class(config_class(**SHAPE | changes)).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:  # else norms are ones and biases are zeros
+            if parameter.dim() == 1:  # otherwise norms are ones and biases are zeros
                 parameter.add_(torch.randn_like(parameter) / 8)
     return model.requires_grad_(False)
 
@@ -101,7 +101,7 @@ def write_text(
     extra: Mapping[str, np.ndarray] | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """Returns: what its weights stand for, by transformers' names."""
+    """Writes a text model; returns the dequantized weights by transformers' names."""
     config: Any = model.config
     writer = gguf.GGUFWriter(file, arch)
     describe_decoder(writer, config)
@@ -149,7 +149,7 @@ def _describe_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 
 def _to_halves(value: np.ndarray, num_heads: int) -> np.ndarray:
-    """As before `interleave_halves`."""
+    """Inverts `interleave_halves`."""
     if not num_heads:
         return value
     pairs = value.reshape(num_heads, -1, 2, *value.shape[1:])
@@ -159,7 +159,7 @@ def _to_halves(value: np.ndarray, num_heads: int) -> np.ndarray:
 def write_tower(
     file: Path, metadata: Mapping[str, Any], tensors: Mapping[str, np.ndarray], kind: Kind
 ) -> None:
-    """An mmproj file; matrices of a few numbers stay as they are."""
+    """Writes an mmproj file; small matrices are not quantized."""
     writer = gguf.GGUFWriter(file, "clip")
     for name, value in metadata.items():
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Images that are broken, odd or meant to do harm, made by code, each with what is to become of it."""
+"""Broken, odd or hostile images, created by code, each with its expected outcome."""
 
 import gzip
 import io
@@ -20,14 +20,14 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 @dataclass(frozen=True)
 class Case:
-    """A file. `door`: the gateway's error code, None if it lets it in. `decodes`: whether pixels come of it."""
+    """A file. `door`: the gateway's error code, or None if it is accepted. `decodes`: whether it can be decoded."""
 
     name: str
     make: Callable[[], bytes]
     door: str | None = None
     decodes: bool = True
-    size: tuple[int, int] | None = None  #: of the decoded image, where it is not `SIZE`
-    pixel: tuple[int, int, int] | None = None  #: its colour in the upper left corner, within 3
+    size: tuple[int, int] | None = None  #: of the decoded image, if it is not `SIZE`
+    pixel: tuple[int, int, int] | None = None  #: its color in the upper left corner, within 3
 
 
 def ihdr(width: int, height: int, depth: int = 8, colour: int = 2) -> bytes:
@@ -43,7 +43,7 @@ def rows(width: int, height: int, pixel: bytes = b"\xff\0\0") -> bytes:
 
 
 def with_chunk(extra: bytes) -> bytes:
-    """A sound image with one more chunk behind its header."""
+    """Returns a valid image with one more chunk after its header."""
     data = encoded()
     return data[:33] + extra + data[33:]
 
@@ -65,7 +65,7 @@ def exif(orientation: int) -> bytes:
 
 
 def oriented(orientation: int, form: str = "JPEG") -> bytes:
-    """Red in the corner that a viewer shows on the upper left, blue elsewhere."""
+    """Returns an image that viewers show with red in the upper left corner, and blue elsewhere."""
     upright = Image.new("RGB", (32, 16), "blue")
     upright.paste("red", (0, 0, 16, 8))
     undo = {
@@ -91,7 +91,7 @@ def jpeg_of_two_frames(width: int, height: int) -> bytes:
 
 
 def jpeg_of_size(width: int, height: int) -> bytes:
-    """A JPEG whose only frame header tells another size than its data has."""
+    """Returns a JPEG whose only frame header has another size than its data."""
     data = bytearray(jpeg())
     start = data.index(b"\xff\xc0")
     data[start + 5 : start + 9] = struct.pack(">HH", height, width)
@@ -99,7 +99,7 @@ def jpeg_of_size(width: int, height: int) -> bytes:
 
 
 def jpeg_of_many_scans() -> bytes:
-    """A progressive image that repeats one of its scans thousands of times."""
+    """Returns a progressive JPEG that repeats one of its scans thousands of times."""
     data = saved(Image.new("RGB", (2048, 2048), "red"), "JPEG", progressive=True)
     start, end = data.rindex(b"\xff\xda"), data.rindex(b"\xff\xd9")
     return data[:end] + data[start:end] * (4_000_000 // (end - start)) + data[end:]
@@ -115,20 +115,20 @@ def animated(form: str) -> bytes:
 
 
 def webp_of_size(width: int, height: int) -> bytes:
-    """An extended WebP whose canvas is of another size than its image."""
+    """Returns an extended WebP whose canvas has another size than its image."""
     data = bytearray(webp(exif=exif(1)))
     data[24:27], data[27:30] = (width - 1).to_bytes(3, "little"), (height - 1).to_bytes(3, "little")
     return bytes(data)
 
 
 def gif_of_screen(width: int, height: int) -> bytes:
-    """A GIF that tells another size than its frame's."""
+    """Returns a GIF whose screen has another size than its frame."""
     data = encoded(format="GIF")
     return data[:6] + struct.pack("<HH", width, height) + data[10:]
 
 
 def gif_with(blocks: bytes) -> bytes:
-    """A GIF with more blocks before its frame."""
+    """Returns a GIF with more blocks before its frame."""
     data = encoded(format="GIF")
     start = 13 + 3 * 2 ** ((data[10] & 7) + 1) if data[10] & 0x80 else 13
     return data[:start] + blocks + data[start:]
@@ -151,7 +151,7 @@ def avif_of_size(width: int, height: int) -> bytes:
 
 
 def text_bomb(kind: bytes) -> bytes:
-    """100 MB of text in 100 kB."""
+    """Returns 100 MB of text in 100 kB."""
     packed = zlib.compress(bytes(100_000_000), 9)
     head = b"key\0\1\0\0\0" if kind == b"iTXt" else b"key\0\0"
     return with_chunk(chunk(kind, head + packed))
@@ -171,7 +171,7 @@ def commented() -> bytes:
 
 
 def hidden() -> Image.Image:
-    """Red where nobody sees it: all of it is transparent."""
+    """Returns an image whose red pixels are all transparent."""
     return Image.new("RGBA", SIZE, (255, 0, 0, 0))
 
 

@@ -1,4 +1,4 @@
-"""A server that plays the Hugging Face hub for one process: repositories from directories, over real HTTP."""
+"""A simulated Hugging Face hub for one process: repositories from directories, over real HTTP."""
 
 import hashlib
 import json
@@ -22,7 +22,7 @@ _TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/?]+)
 
 @dataclass
 class Repository:
-    """Revisions by name; `token` must be shown to read files of a gated one."""
+    """Revisions by name; files of a gated repository require `token`."""
 
     revisions: dict[str, Path]
     token: str | None = None
@@ -42,12 +42,12 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the server has, and what it was asked for."""
+    """The repositories of the server, and the requests that it received."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     downloads: list[str] = field(default_factory=list)  #: files that were sent
     ranges: list[str] = field(default_factory=list)
-    cut_after: int | None = None  #: break the connection after so many bytes of a file, once
+    cut_after: int | None = None  #: break the connection once, after this many bytes of a file
     url: str = ""
 
 
@@ -144,7 +144,7 @@ def _etag(file: Path) -> str:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """What HF_ENDPOINT does when the library is imported."""
+    """Has the effect of HF_ENDPOINT, which the library reads at import time."""
     template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "ENDPOINT", url)

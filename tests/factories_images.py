@@ -1,4 +1,4 @@
-"""Images for tests: small, deterministic, each seed its own."""
+"""Small deterministic images; different seeds give different images."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ from tests.factories_settings import make_group
 
 
 def make_image(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB") -> Image.Image:
-    """A flat background with one disc; its colours and place come from the seed."""
+    """Returns a flat background with one disc, whose colors and place depend on the seed."""
     draw_from = random.Random(seed)
     image = Image.new("RGB", size, tuple(draw_from.randrange(256) for _ in range(3)))
     left, top = (draw_from.randrange(max(1, side // 2)) for side in size)
@@ -26,7 +26,7 @@ def make_image(seed: int = 0, size: tuple[int, int] = (64, 48), mode: str = "RGB
 
 
 def encoded(seed: int = 0, size: tuple[int, int] = (64, 48), format: str = "PNG") -> bytes:
-    """Its bytes in a file format."""
+    """Returns the image's bytes in a file format."""
     buffer = io.BytesIO()
     make_image(seed, size).save(buffer, format)
     return buffer.getvalue()
@@ -44,12 +44,12 @@ def png_url(image: Image.Image) -> str:
 
 
 def image_part(url: str) -> dict[str, Any]:
-    """An image in a message of a chat request."""
+    """Returns an image part of a chat message."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
 def two_headed_png(first: tuple[int, int], second: tuple[int, int]) -> bytes:
-    """A black image that says one size where a reader of headers looks, and another to a decoder."""
+    """Returns a black image with one size for readers of headers, and another for decoders."""
     headers = [
         png_chunk(b"IHDR", struct.pack(">IIBBBBB", *size, 8, 0, 0, 0, 0))
         for size in (first, second)
@@ -66,7 +66,7 @@ def png_chunk(kind: bytes, content: bytes) -> bytes:
 async def load(
     *sources: ImageSource, fetcher: Any = None, uses_disk: bool = False, **limits: Any
 ) -> list[LoadedImage]:
-    """Load images in a gateway that has room for them."""
+    """Loads images in a gateway with enough memory."""
     own = make_group(LimitSettings, **limits)
     with closing(ImageLoader(own, fetcher, uses_disk=uses_disk)) as loader:
         return await loader.load_all(sources, lambda _: None)

@@ -1,4 +1,4 @@
-"""Gateways whose keys are created and revoked while they run, and the command line that does so."""
+"""Gateways whose keys are created and revoked at run time, and the command line for it."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -62,7 +62,7 @@ class Team:
         return (await self.chat(key, number)).status_code
 
     async def refresh(self) -> None:
-        """Have every gateway read the keys now."""
+        """Makes every gateway read the keys now."""
         for gateway in self.gateways:
             assert gateway.services.keys is not None
             await gateway.services.keys.refresh()
@@ -97,6 +97,6 @@ async def run_team(
 async def run_command(
     gateway: RunningGateway, *arguments: str, key: str = "the-root-key"
 ) -> Result:
-    """Run `vlm` with these arguments against a gateway."""
+    """Runs `vlm` with these arguments against a gateway."""
     env = {"VLM_URL": gateway.url, "VLM_API_KEY": key, "COLUMNS": "200"}
     return await asyncio.to_thread(CliRunner().invoke, vlm.app, arguments, env=env)

@@ -1,4 +1,4 @@
-"""A gateway and workers around the mock embedding engine, over the run's Redis."""
+"""A gateway and workers with the mock embedding engine, on the Redis of the test run."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -30,7 +30,7 @@ async def run_fleet(
     engine: dict[str, Any] | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[RunningGateway, list[RunningWorker]]]:
-    """Whole parts: HTTP, queue, workers. `changes`: of the gateway's settings, by group."""
+    """Runs a gateway and workers. `changes`: to the gateway's settings, by group."""
     async with AsyncExitStack() as stack:
         workers = [
             await stack.enter_async_context(
@@ -43,19 +43,19 @@ async def run_fleet(
 
 
 def vector_of(item: str | list[int], **options: Any) -> list[float]:
-    """What the mock makes of one input."""
+    """Returns the mock's vector of one input."""
     part = TextPart(item) if isinstance(item, str) else TokensPart(tuple(item))
     [row] = _model.rows(Embed((part,), **options), [])
     return numbers_of(row).tolist()
 
 
 def score_of(query: str, document: str, **options: Any) -> float:
-    """What the mock makes of one pair."""
+    """Returns the mock's score of one pair."""
     [row] = _model.rows(Rerank((query,), (document,), **options), [])
     return numbers_of(row)[0]
 
 
 def read_vectors(answer: dict[str, Any]) -> list[list[float]]:
-    """The vectors of an answer, in order."""
+    """Returns the vectors of a response, in order."""
     assert [entry["index"] for entry in answer["data"]] == list(range(len(answer["data"])))
     return [entry["embedding"] for entry in answer["data"]]

@@ -1,4 +1,4 @@
-"""Requests, events and the two ends of a queue, with defaults."""
+"""Requests, events, and the gateway's and workers' ends of a queue, with defaults."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -42,7 +42,7 @@ _ids = count(1)
 
 
 def make_request(text: str = "hello", **changes: Any) -> Call:
-    """A short text request to `MODEL`."""
+    """Returns a short text request to `MODEL`."""
     images = changes.pop("images", ())
     parts = (*(ImagePart(i) for i in range(len(images))), TextPart(text))
     messages = changes.pop("messages", (ChatMessage("user", parts),))
@@ -65,7 +65,7 @@ def call_of(claim: Claim) -> Call:
 
 
 def tokens_of(claim: Claim) -> tuple[int, ...]:
-    """The output tokens that earlier attempts have published."""
+    """Returns the output tokens that earlier attempts have published."""
     _, told = read_claim(claim)
     return tuple(token_id for event in told for token_id in event.token_ids)
 
@@ -89,7 +89,7 @@ def publication(claim: Claim, number: int, index: int, *events: CallEvent) -> Pu
 
 
 def reserve(*choices: Call, num_tokens: int = 1, **limits: int) -> Reservation:
-    """What a request counts as, each of its answers as so many tokens."""
+    """Returns the reservation of a request, with `num_tokens` for each of its choices."""
     return Reservation(
         model=choices[0].model,
         tenant=choices[0].tenant,
@@ -110,14 +110,14 @@ async def enqueue(
     max_tokens: int = 1_000_000,
     **limits: int,
 ) -> None:
-    """Queue a request, with room for it."""
+    """Queues a request, by default without reaching a limit."""
     reservation = reserve(*choices, num_tokens=num_tokens, max_tokens=max_tokens, **limits)
     envelopes = [seal(choice) for choice in choices]
     await queue.submit(Submission(envelopes, timeout_s, max_waiting, reservation))
 
 
 class Clock:
-    """Stands still until `pass_time`, in place of the module `time`."""
+    """Replaces the module `time`; stands still until `pass_time`."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -165,7 +165,7 @@ class Ends:
         return claims
 
     async def reserved(self) -> set[str]:
-        """Reservations of open calls: those of calls that have ended wait for the next submit to be taken out."""
+        """Returns the reservations of open calls. The next submit removes those of ended calls."""
         found = await self.redis.zrangebyscore(self.keys.reservations(MODEL), 1, "+inf")
         return {reservation.decode() for reservation in found}
 
@@ -178,7 +178,7 @@ class Ends:
         return claim
 
     async def let_lease_run_out(self, claim: Claim) -> None:
-        """As if nobody had renewed it for an hour."""
+        """Makes the lease an hour old."""
         await self.redis.xclaim(
             *(self.keys.queue(MODEL), GROUP, "nobody", 0, [claim.entry_id]),
             idle=3_600_000,
@@ -186,7 +186,7 @@ class Ends:
         )
 
     async def take_over(self, worker: RedisWorkerQueue, claim: Claim) -> Claim:
-        """The claim of the next worker, after the first one's lease has run out."""
+        """Lets the lease expire; returns the next worker's claim."""
         await self.let_lease_run_out(claim)
         [later] = await worker.reclaim(1)
         return later
@@ -203,7 +203,7 @@ class Ends:
 
 @asynccontextmanager
 async def open_ends(redis: Redis, redis_blocking: Redis, prefix: str) -> AsyncIterator[Ends]:
-    """Both ends, with the gateway's mailbox open."""
+    """Opens both ends, with the gateway's mailbox."""
     ends = Ends(redis, redis_blocking, prefix)
     await ends.mailbox.open([MODEL])
     try:
@@ -213,9 +213,9 @@ async def open_ends(redis: Redis, redis_blocking: Redis, prefix: str) -> AsyncIt
 
 
 def wait_until_written(client: SyncRedis) -> None:
-    """Before a `kill -9`: until Redis has handed to the system what it acknowledged. Nobody writes from here on.
+    """Waits before a `kill -9` until Redis has passed acknowledged writes to the system. No client writes afterwards.
 
-    While the disk is busy it holds writes back for up to 2 s; these are lost, see "Not covered" in
+    While the disk is busy, Redis delays writes for up to 2 s; these are lost, see "Not covered" in
     `docs/reliability.md`.
     """
     client.client_pause(int(1000 * WRITTEN_WITHIN_S), all=False)

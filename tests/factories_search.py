@@ -36,7 +36,7 @@ def make_vectors(count: int, dimensions: int = 8, seed: int = 0) -> np.ndarray:
 
 
 def make_items(count: int, dimensions: int = 8) -> list[Item]:
-    """Items with a text and attributes of each type."""
+    """Returns items with a text and attributes of each type."""
     return [
         Item(
             id=f"item {number}",
@@ -53,11 +53,11 @@ def make_items(count: int, dimensions: int = 8) -> list[Item]:
 
 
 class SearchProcess:
-    """`vlm search-node` on its own socket, to be killed and started again."""
+    """`vlm search-node` on its own socket, which tests can kill and restart."""
 
     def __init__(self, folder: Path, **settings: str) -> None:
         self.folder = folder
-        # Paths of sockets are short.
+        # Paths of sockets must be short.
         self._sockets = tempfile.TemporaryDirectory(prefix="vlm-search-")
         self.url = f"unix://{self._sockets.name}/s"
         self.settings = SearchSettings(url=self.url, data_dir=str(folder))
@@ -70,7 +70,7 @@ class SearchProcess:
         )
 
     def start(self) -> None:
-        """Start it and wait until it answers."""
+        """Starts the process and waits until it answers."""
         command = [sys.executable, "-m", "vlm", "search-node", "--url", self.url]
         environment = {**os.environ, "VLM_LOGS__LEVEL": "warning", **self._variables}
         self._process = subprocess.Popen(
@@ -100,7 +100,7 @@ class SearchProcess:
         self._process.wait()
 
     def ask(self, request: Request, type_: type[T]) -> T:
-        """What it answers. Raises: SearchError, httpx.HTTPError."""
+        """Sends a request; returns the response. Raises: SearchError, httpx.HTTPError."""
         answer = self.client.post("/", content=msgspec.msgpack.encode(request))
         if answer.status_code == 422:
             raise SearchError(msgspec.msgpack.decode(answer.content, type=Fault))
@@ -108,7 +108,7 @@ class SearchProcess:
         return msgspec.msgpack.decode(answer.content, type=type_)
 
     def stop(self) -> int:
-        """Ask it to end. Returns its exit code."""
+        """Terminates the process. Returns its exit code."""
         assert self._process is not None
         self._process.terminate()
         return self._process.wait(60)
@@ -122,7 +122,7 @@ class SearchProcess:
 
 @contextmanager
 def run_search(folder: Path, **settings: Any) -> Iterator[SearchProcess]:
-    """A search process that answers."""
+    """Runs a search process."""
     process = SearchProcess(folder, **settings)
     try:
         process.start()
@@ -133,7 +133,7 @@ def run_search(folder: Path, **settings: Any) -> Iterator[SearchProcess]:
 
 @asynccontextmanager
 async def serve_search(folder: Path, **settings: Any) -> AsyncIterator[SearchSettings]:
-    """A search process's server in this process, on a socket; settings for a gateway."""
+    """Serves a search process's requests in this process, on a socket; yields settings for a gateway."""
     with tempfile.TemporaryDirectory(prefix="vlm-search-") as sockets:
         limits = LimitSettings(**settings.pop("limits", {}))
         search = SearchSettings(url=f"unix://{sockets}/s", data_dir=str(folder), **settings)

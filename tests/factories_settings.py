@@ -1,4 +1,4 @@
-"""Groups of settings for tests, whose constants may differ: nobody waits for 30 seconds."""
+"""Groups of settings for tests, with constants changed to short times."""
 
 import os
 from typing import Any, TypeVar
@@ -9,19 +9,19 @@ G = TypeVar("G", bound=Group)
 
 
 def make_group(group: type[G], **values: Any) -> G:
-    """A group with these fields, which are validated, and constants."""
+    """Returns a group with these validated fields, and with these constants."""
     constants = {name: value for name, value in values.items() if name not in group.model_fields}
     assert all(hasattr(group, name) for name in constants), constants
     fields = {name: value for name, value in values.items() if name not in constants}
     return group(**fields).model_copy(update=constants)
 
 
-#: Of a process that runs this file in place of `vlm`: the gateway's constants, as `name=seconds`, comma separated.
+#: The gateway's constants for a process that runs this file instead of `vlm`: `name=seconds`, comma-separated.
 VARIABLE = "TEST_GATEWAY_CONSTANTS"
 
 
 def main() -> None:
-    """`python -m tests.factories_settings gateway ...`: `vlm` with other constants."""
+    """Runs `vlm` with changed constants: `python -m tests.factories_settings gateway ...`."""
     import vlm  # noqa: PLC0415
     from shared.settings.tree import GatewaySettings  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""A small tekken.json, as Mistral's checkpoints have it."""
+"""A small tekken.json like those of Mistral's checkpoints."""
 
 import base64
 from typing import Any
@@ -30,7 +30,7 @@ _PATTERN = (
 
 
 def make_tekken() -> dict[str, Any]:
-    """36 named special tokens of 40, all bytes, and some merged tokens, of which the last is beyond its size."""
+    """Returns 36 named special tokens of 40, all bytes, and merged tokens, the last of which is one too many."""
     tokens = [bytes([byte]) for byte in range(256)] + list(_MERGED) + [b"unused"]
     return {
         "config": {

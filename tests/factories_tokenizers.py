@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that LLaVA checkpoints bring, in directories that transformers reads too."""
+"""Small tokenizers of the kinds in LLaVA checkpoints, in directories that transformers can read."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def _trained_sentencepiece() -> str:
 def make_sentencepiece(
     directory: Path, *, prepend: str = "first", normalized: bool = False
 ) -> Path:
-    """LLaMA 2's kind. `prepend`: `first` or `always` by Metaspace, `normalizer` as in the oldest files."""
+    """Writes a tokenizer like LLaMA 2's. `prepend`: `first` or `always` (Metaspace), or `normalizer` (oldest files)."""
     make_checkpoint("tiny", directory)
     content = json.loads(_trained_sentencepiece())
     content["added_tokens"] = []
@@ -74,7 +74,7 @@ def make_sentencepiece(
 
 
 def make_byte_level(directory: Path, **tokenizer_config: Any) -> Path:
-    """LLaMA 3's kind, small."""
+    """Writes a small tokenizer like LLaMA 3's."""
     make_checkpoint("tiny", directory)
     change_json(directory / "tokenizer_config.json", **tokenizer_config)
     return directory

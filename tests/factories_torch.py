@@ -1,4 +1,4 @@
-"""Random tiny LLaVA models, as transformers' own and as ours with the same weights."""
+"""Random tiny LLaVA models, as transformers' and as our model with the same weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ from shared.protocol import SamplingParams
 from tests.integrity import check_scheduler
 
 IMAGE_TOKEN_ID = 90
-#: Prompts with none, one and several images, which are given as seeds.
+#: Prompts with no, one and several images, which are given as seeds.
 PROMPTS: dict[str, list[list[int] | int]] = {
     "text": [list(range(3, 17))],
     "one": [[5, 6, 7], 1, [8, 9, 10, 11]],
@@ -69,7 +69,7 @@ def make_vlm_config(
     return replace(config, **changes)
 
 
-#: Names of our fields, and of transformers' where they are others.
+#: Names of our fields, with transformers' names if they differ.
 VISION_FIELDS = {
     "hidden_size": "", "intermediate_size": "", "image_size": "", "patch_size": "", "hidden_act": "",
     "layer_norm_eps": "", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
@@ -83,7 +83,7 @@ TEXT_FIELDS = {
 
 
 def fields_of(config: VisionConfig | TextConfig, names: dict[str, str]) -> dict[str, Any]:
-    """A config of ours by transformers' names."""
+    """Returns the fields of our config under transformers' names."""
     return {theirs or ours: getattr(config, ours) for ours, theirs in names.items()}
 
 
@@ -132,7 +132,7 @@ class ModelPair:
 
 
 def make_model_pair(config: VLMConfig, std: float = 0.3) -> ModelPair:
-    """Random float32 weights, wide enough that greedy answers do not repeat one token for ever."""
+    """Returns random float32 weights, wide enough that greedy answers do not repeat one token."""
     torch.manual_seed(0)
     theirs = LlavaForConditionalGeneration(make_transformers_config(config)).eval()
     with torch.no_grad():
@@ -145,7 +145,7 @@ def make_model_pair(config: VLMConfig, std: float = 0.3) -> ModelPair:
 def quantize_pair(
     pair: ModelPair, scheme: QuantizedMethod, *, same_weights: bool = True, ops: Ops | None = None
 ) -> ModelPair:
-    """Ours over quantized weights; theirs over what these stand for, or over the full ones as before."""
+    """Returns our model with quantized weights, and transformers' with the dequantized or the full ones."""
     with torch.device("meta"):
         ours = Llava(pair.config)
     for layer in quantizable_layers(ours, scheme):
@@ -167,7 +167,7 @@ def quantize_pair(
 
 
 def halve_pair(pair: ModelPair) -> ModelPair:
-    """Ours with the decoder's matrices in bfloat16, theirs with the same numbers in float32."""
+    """Returns our decoder with matrices in bfloat16, and transformers' with the same values in float32."""
     theirs = deepcopy(pair.theirs)
     for parameter in theirs.parameters():
         parameter.data = parameter.data.bfloat16().float()
@@ -186,7 +186,7 @@ def load_ours(config: VLMConfig, weights: dict[str, torch.Tensor]) -> Llava:
 
 
 class NumberTokenizer:
-    """Every token's text is its number; none ends an answer."""
+    """A tokenizer whose tokens are numbers; no token ends an answer."""
 
     vocab_size = 96
     eos_token_ids: frozenset[int] = frozenset()
@@ -200,7 +200,7 @@ class NumberTokenizer:
 
 
 class NumberProcessor(MockProcessor):
-    """Prompts are given as numbers."""
+    """A processor whose prompts are numbers."""
 
     def __init__(self) -> None:
         super().__init__(tokens_per_image=4)
@@ -221,7 +221,7 @@ def make_engine(pair: ModelPair, ops: Ops | None = None, **changes: Any) -> Batc
 
 @contextmanager
 def smallest_chunks() -> Iterator[None]:
-    """Encode a video step by step, one part in each engine step, and compute the tokens of each chunk at once."""
+    """Encodes one part of a video per engine step, and computes the tokens of each chunk immediately."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processed, "CHUNK_SLOTS", 1)
         patch.setattr(image_encoder, "FEWEST_TOKENS", 1)
@@ -230,7 +230,7 @@ def smallest_chunks() -> Iterator[None]:
 
 
 def encode_in_smallest_parts(engine: BatchingEngine) -> None:
-    """Let no step beside streams have time to spare for images."""
+    """Leaves no time for images in steps beside streams."""
     launch = engine.runner.launch
     engine.runner.launch = lambda batch: launch(Batch(batch.items, max_vision_s=0.0))
 
@@ -268,7 +268,7 @@ def make_request(
 
 
 def make_requests(pair: ModelPair, **sampling: Any) -> list[EngineRequest]:
-    """Of all prompts."""
+    """Returns a request for each prompt."""
     return [
         make_request(pair.config, name, parts, **{"max_tokens": 16, **sampling})
         for name, parts in PROMPTS.items()
@@ -276,7 +276,7 @@ def make_requests(pair: ModelPair, **sampling: Any) -> list[EngineRequest]:
 
 
 def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[str, list[int]]:
-    """All output tokens of each request, those that came with it included."""
+    """Returns all output tokens of each request, including those of earlier attempts."""
     tokens = {request.request_id: list(request.output_token_ids) for request in requests}
     for request in requests:
         engine.add(request)
@@ -288,7 +288,7 @@ def run_to_end(engine: BatchingEngine, requests: list[EngineRequest]) -> dict[st
 
 
 def prefill_progress(engine: BatchingEngine, request: EngineRequest) -> list[tuple[int, int]]:
-    """Encoded images and computed prompt tokens after each step until the first token."""
+    """Returns the numbers of encoded images and computed prompt tokens after each step until the first token."""
     engine.add(request)
     found = []
     while not found or found[-1][1] < len(request.prompt_token_ids):
@@ -300,7 +300,7 @@ def prefill_progress(engine: BatchingEngine, request: EngineRequest) -> list[tup
 
 
 class PlainAttention:
-    """Causal attention over one sequence, as simple as can be."""
+    """Causal attention over one sequence, in the simplest form."""
 
     def __init__(self, config: TextConfig, rotation: tuple[Tensor, Tensor]) -> None:
         self.sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -319,7 +319,7 @@ class PlainAttention:
 
 @torch.inference_mode()
 def plain_logits(model: FamilyModel, token_ids: Tensor) -> Tensor:
-    """Of one text, by the decoder alone. Shapes: (N,); returns (N, vocabulary)."""
+    """Returns the logits of one text, by the decoder alone. Shapes: (N,); returns (N, vocabulary)."""
     text, decoder = model.language_model.text, model.language_model
     rotary = model.rotary(len(token_ids), torch.float32, torch.device("cpu"))
     attend = PlainAttention(text, rotary.at(torch.arange(len(token_ids))))
@@ -328,7 +328,7 @@ def plain_logits(model: FamilyModel, token_ids: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def logits_of(model: Any, token_ids: torch.Tensor) -> torch.Tensor:
-    """Of one of our families, or of transformers' modules that ours drives."""
+    """Returns the logits of one of our families, or of a generic model."""
     if model.language_model is not None:
         return plain_logits(model, token_ids)
     with model.as_transformers_does() as inner:

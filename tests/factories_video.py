@@ -1,4 +1,4 @@
-"""Small video files, made by PyAV."""
+"""Small video files, created with PyAV."""
 
 import io
 import math
@@ -19,14 +19,14 @@ SIZE = (64, 48)
 
 
 def picture(number: int, size: tuple[int, int] = SIZE) -> Image.Image:
-    """Frame `number`: a shade for its number, and a brighter corner at the top left."""
+    """Returns frame `number`: a shade for its number, and a brighter corner at the top left."""
     image = Image.new("RGB", size, (number * 2 % 200,) * 3)
     image.paste((255, 255, 0), (0, 0, size[0] // 4, size[1] // 4))
     return image
 
 
 def number_of(image: Image.Image) -> float:
-    """The number of a frame below 100, by the shade of its middle."""
+    """Returns the number of a frame below 100, by the shade of its center."""
     pixel: Any = image.getpixel((image.width // 2, image.height // 2))
     return pixel[1] / 2
 
@@ -43,7 +43,7 @@ def make_clip(
     is_still: bool = False,
     **options: str,
 ) -> bytes:
-    """A clip of `picture`s, or of the first one. `times(i)` is when frame i is shown, in frames."""
+    """Returns a clip of `picture`s, or of the first one. `times(i)` is the time of frame i, in frames."""
     file = io.BytesIO()
     with av.open(file, "w", format=form) as container:
         stream = container.add_stream(codec, rate=fps, options=options)
@@ -59,18 +59,18 @@ def make_clip(
 
 
 def slower_later(number: int) -> int:
-    """Times of a video of variable rate: from frame 25 on, each lasts five times as long."""
+    """Returns frame times of a video with variable rate: from frame 25 on, each frame lasts five times as long."""
     return number if number < 25 else 25 + 5 * (number - 25)
 
 
 @cache
 def clip(name: str) -> bytes:
-    """A clip by name, and what it is."""
+    """Returns the bytes of a clip by its name."""
     return CLIPS[name][0]()
 
 
 def _boxes(data: bytes, name: bytes) -> Iterator[int]:
-    """Where the content of boxes of an MP4 file begins."""
+    """Yields the start of the content of each box with this name in an MP4 file."""
     place = data.find(name)
     while place >= 0:
         yield place + 4
@@ -78,7 +78,7 @@ def _boxes(data: bytes, name: bytes) -> Iterator[int]:
 
 
 def rotated(data: bytes, degrees: float = 90, unit: int = 1 << 16) -> bytes:
-    """The same MP4 file, to be shown turned clockwise."""
+    """Returns the MP4 file with metadata for a clockwise rotation."""
     out = bytearray(data)
     for place in _boxes(data, b"tkhd"):
         cos, sin = (int(unit * f(math.radians(degrees))) for f in (math.cos, math.sin))
@@ -87,7 +87,7 @@ def rotated(data: bytes, degrees: float = 90, unit: int = 1 << 16) -> bytes:
 
 
 def claiming(data: bytes, seconds: int) -> bytes:
-    """The same MP4 file with headers that say it is that long."""
+    """Returns the MP4 file with headers that state this duration."""
     out = bytearray(data)
     for name in (b"mvhd", b"mdhd"):
         for place in _boxes(data, name):
@@ -97,7 +97,7 @@ def claiming(data: bytes, seconds: int) -> bytes:
 
 
 def spoilt(data: bytes) -> bytes:
-    """The same file with every 97th byte of its second half inverted."""
+    """Returns the file with every 97th byte of its second half inverted."""
     out = bytearray(data)
     for place in range(len(data) // 2, len(data), 97):
         out[place] ^= 0xFF
@@ -105,7 +105,7 @@ def spoilt(data: bytes) -> bytes:
 
 
 def with_cover() -> bytes:
-    """An MP4 file of sound, and a picture as its cover."""
+    """Returns an MP4 file with sound and a cover picture."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream, cover = container.add_stream("aac", rate=48000), container.add_stream("mjpeg")
@@ -121,7 +121,7 @@ def with_cover() -> bytes:
 
 
 def faststart(**options: Any) -> bytes:
-    """A clip whose index is at the front."""
+    """Returns a clip with its index at the front."""
     with NamedTemporaryFile(suffix=".mp4") as file:
         _copy(make_clip(**options), file.name)
         return Path(file.name).read_bytes()
@@ -139,7 +139,7 @@ def _copy(data: bytes, path: str) -> None:
                 container.mux(packet)
 
 
-#: Clips by name: how to make one, its media type, and what is wrong with it, if anything is.
+#: Clips by name: a function that creates one, its media type, and its defect or "".
 CLIPS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "mp4": (make_clip, "video/mp4", ""),
     "hevc": (lambda: make_clip("libx265", **{"x265-params": "log-level=none"}), "video/mp4", ""),

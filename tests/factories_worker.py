@@ -1,4 +1,4 @@
-"""Workers in this process, around a mock engine, with defaults."""
+"""Workers in this process with a mock engine and defaults."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ from worker.worker import Worker
 
 
 class StoppableEngine:
-    """Any engine, whose steps can be held up or made to raise."""
+    """Wraps an engine, so that its steps can be paused or made to raise."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -34,7 +34,7 @@ class StoppableEngine:
         self.error: Exception | None = None
         self.num_prepared = 0
         self.added: list[EngineInput] = []
-        self.company: list[int] = []  #: how many others were there when each was added
+        self.company: list[int] = []  #: number of other requests when each one was added
         self.aborted: list[str] = []
         self.threads: set[int] = set()
 
@@ -70,7 +70,7 @@ class StoppableEngine:
         return self.engine.step()
 
     def wake(self) -> None:
-        """Cut no step short: each counts."""
+        """Does not shorten a step, because tests count steps."""
 
     def close(self) -> None:
         self.threads.add(threading.get_ident())
@@ -78,7 +78,7 @@ class StoppableEngine:
 
 
 def load_mock(max_num_seqs: int = 8, **mock: Any) -> LoadedEngine:
-    """A mock engine under test's control, serving `MODEL`."""
+    """Returns a mock engine that the test controls, serving `MODEL`."""
     loaded = create_engine(
         {
             "kind": "mock",
@@ -91,7 +91,7 @@ def load_mock(max_num_seqs: int = 8, **mock: Any) -> LoadedEngine:
 
 
 def stoppable(loaded: LoadedEngine) -> LoadedEngine:
-    """The same engine, under the test's control."""
+    """Wraps an engine, so that the test controls it."""
     engine: Any = StoppableEngine(loaded.engine)
     return LoadedEngine(engine, loaded.card)
 
@@ -108,7 +108,7 @@ class RunningWorker:
         await self.task
 
     async def vanish(self) -> None:
-        """As if the process had been killed: no goodbye, no release."""
+        """Ends as if the process had been killed, without releasing requests."""
         self.task.cancel()
 
         async def say_nothing(*args: object, **options: object) -> int:
@@ -167,11 +167,11 @@ async def run_worker(
 
 
 class Answers:
-    """The events that a gateway gets, by request."""
+    """The events that a gateway receives, by request."""
 
     def __init__(self, ends: Ends) -> None:
         self.events: dict[str, list[CallEvent]] = {}
-        self.order: list[CallEvent] = []  #: of all requests together
+        self.order: list[CallEvent] = []  #: events of all requests in order
         self._arrived = asyncio.Condition()
         self._task = asyncio.create_task(self._read(ends))
 
@@ -195,13 +195,13 @@ class Answers:
         return arrived()
 
     async def end(self, request: Call) -> list[CallEvent]:
-        """All events of a request, once it has ended."""
+        """Waits for the end of a request; returns all its events."""
         return await self.wait_for(
             request, lambda events: any(isinstance(e, Finished | Failed) for e in events)
         )
 
     async def tokens(self, request: Call, count: int) -> list[CallEvent]:
-        """The events of a request, once it has so many output tokens."""
+        """Waits until a request has `count` output tokens; returns its events."""
         return await self.wait_for(request, lambda events: len(token_ids(events)) >= count)
 
     async def close(self) -> None:
@@ -211,7 +211,7 @@ class Answers:
 
 
 def token_ids(events: list[CallEvent]) -> list[int]:
-    """The output tokens; fails on a gap or a repetition."""
+    """Returns the output tokens; fails on a gap or a repetition."""
     tokens: list[int] = []
     num_tokens = 0
     for event in events:

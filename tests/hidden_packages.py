@@ -1,4 +1,4 @@
-"""An environment for Python without some of the installed packages."""
+"""A Python environment that hides some of the installed packages."""
 
 from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires
@@ -9,13 +9,13 @@ from packaging.utils import canonicalize_name
 
 
 def requirements_of(lines: Iterable[str] | None, extra: str = "") -> list[Requirement]:
-    """Those of the lines that apply to this machine."""
+    """Returns the requirements that apply to this machine."""
     parsed = map(Requirement, lines or ())
     return [each for each in parsed if not each.marker or each.marker.evaluate({"extra": extra})]
 
 
 def names_of(requirement: Requirement) -> set[str]:
-    """Its distribution, and those that its extras add, such as hiredis of redis[hiredis]."""
+    """Returns its distribution, and those of its extras, such as hiredis of redis[hiredis]."""
     own = requirement.name
     names = {
         one.name
@@ -27,7 +27,7 @@ def names_of(requirement: Requirement) -> set[str]:
 
 
 def closure(requirements: Iterable[Requirement]) -> set[str]:
-    """The distributions that an installation of requirements holds."""
+    """Returns the distributions that the requirements install, including their dependencies."""
     found: set[str] = set()
     waiting = {name for each in requirements for name in names_of(each)}
     while waiting:
@@ -39,7 +39,7 @@ def closure(requirements: Iterable[Requirement]) -> set[str]:
 
 
 def modules_without(distributions: set[str]) -> set[str]:
-    """Top-level modules that only others than these distributions and ours provide."""
+    """Returns the top-level modules that neither these distributions nor this project provide."""
     kept = distributions | {"vlm-fleet"}
     return {
         module
@@ -49,7 +49,7 @@ def modules_without(distributions: set[str]) -> set[str]:
 
 
 def hide(folder: Path, modules: Iterable[str]) -> str:
-    """An entry of PYTHONPATH with which Python does not find these modules."""
+    """Returns an entry for PYTHONPATH that hides these modules."""
     script = f"import sys\nsys.modules.update(dict.fromkeys({sorted(modules)}))\n"
     (folder / "sitecustomize.py").write_text(script)
     return str(folder)

@@ -1,4 +1,4 @@
-"""HTTP servers of the standard library on loopback, for those that tests play."""
+"""HTTP servers of the standard library on loopback, for simulated services."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with whole bodies, and logs nothing."""
+    """Sends complete bodies and logs nothing."""
 
     disable_nagle_algorithm = True
 
@@ -29,12 +29,12 @@ class Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128  # clients come all at once
+    request_queue_size = 128  # clients connect concurrently
 
 
 @contextmanager
 def serve_http(handler: type[Handler], port: int = 0, **attributes: Any) -> Iterator[str]:
-    """The URL of a server that lives until the block ends; port 0: a free one. `attributes`: of its handlers."""
+    """Runs a server; yields its URL. Port 0 selects a free one. `attributes`: of its handlers."""
     server = _Server(("127.0.0.1", port), type("Handler", (handler,), attributes))
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

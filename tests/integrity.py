@@ -1,4 +1,4 @@
-"""What always holds of the queues, the blocks and the image cache between two steps."""
+"""Invariants of the queues, the blocks and the image cache between two steps."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from engines.core.sequence import Sequence
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Queues, states and blocks."""
+    """Checks queues, states and blocks."""
     assert len(scheduler.running) <= scheduler.max_num_seqs
     for queue in (scheduler.running, scheduler.waiting):
         ranks = [sequence.is_preemptible for sequence in queue.values()]
@@ -27,7 +27,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
-    """Compare the state with the block tables of all sequences."""
+    """Compares the block manager with the block tables of all sequences."""
     holders = Counter(block_id for table in blocks._parked for block_id in table)
     for sequence in sequences:
         holders.update(sequence.block_ids)
@@ -44,7 +44,7 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
 
 
 def _check_table(blocks: BlockManager, sequence: Sequence) -> None:
-    """Published blocks match the sequence, and it writes to unshared blocks only."""
+    """Checks that published blocks match the sequence, and that it writes only to unshared blocks."""
     size = blocks.block_size
     assert len(set(sequence.block_ids)) == len(sequence.block_ids), "a table has a block twice"
     assert sequence.is_running or not sequence.block_ids

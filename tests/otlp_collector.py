@@ -1,4 +1,4 @@
-"""A collector on loopback that takes spans as OTLP over HTTP, as a real one does."""
+"""A collector on loopback that receives OTLP over HTTP."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.http_server import Handler, serve_http
 
 @dataclass(frozen=True)
 class Span:
-    """A span as it arrived. Units: seconds of the epoch."""
+    """A received span. Units: seconds of the epoch."""
 
     name: str
     service: str
@@ -35,7 +35,7 @@ class Span:
 
 
 class Collector:
-    """Keeps what it is sent."""
+    """Records everything that it receives."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -54,7 +54,7 @@ class Collector:
 
     @property
     def measured(self) -> list[tuple[str, dict[str, Any], int, float]]:
-        """Name, attributes, count and sum of each histogram in the last export."""
+        """Returns name, attributes, count and sum of each histogram in the last export."""
         last = ExportMetricsServiceRequest.FromString(self.metric_bodies[-1])
         return [
             (metric.name, _values(point.attributes), point.count, point.sum)
@@ -65,7 +65,7 @@ class Collector:
         ]
 
     def wait_for(self, count: int) -> list[Span]:
-        """All spans, once there are so many."""
+        """Waits until there are `count` spans; returns all."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.spans) >= count, timeout=60), self.spans
         return self.spans
@@ -115,7 +115,7 @@ class _Handler(Handler):
 
 @contextmanager
 def run_collector() -> Iterator[Collector]:
-    """A collector that listens on a free port."""
+    """Runs a collector on a free port."""
     collector = Collector()
     with serve_http(_Handler, collector=collector) as collector.url:
         yield collector

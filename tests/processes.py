@@ -1,11 +1,11 @@
-"""Other processes, as tests see them."""
+"""Helpers to inspect other processes."""
 
 import psutil
 import pytest
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
-    """Environment of a process. Nodes and workers hide theirs from all users but root."""
+    """Returns the environment of a process. Only root can read that of nodes and workers."""
     try:
         return process.environ()
     except psutil.AccessDenied:

@@ -1,4 +1,4 @@
-"""Tests of how long something takes hold if one of a few rounds does: a machine may pause in any of them."""
+"""Timing tests that pass if one of a few rounds does, because the machine can pause in any of them."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,7 +9,7 @@ NUM_ROUNDS = 4
 
 
 def in_one_round(test: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the test again, with the same fixtures, until it holds; the last round tells what is wrong."""
+    """Repeats the test with the same fixtures until it passes; the last round reports the failure."""
 
     @wraps(test)
     async def run_async(**fixtures: Any) -> None:

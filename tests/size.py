@@ -1,4 +1,4 @@
-"""Count the lines and files of the repository: `make size`."""
+"""Counts the lines and files of the repository: `make size`."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ _LAB = ("training/", "benchmarks/")
 
 
 def area_of(path: str) -> str | None:
-    """Area of a tracked file; None for examples and licenses, which are not counted."""
+    """Returns the area of a tracked file; None for examples and licenses, which are not counted."""
     if path.startswith("examples/"):
         return None
     if path.startswith("tests/"):
@@ -32,7 +32,7 @@ def area_of(path: str) -> str | None:
 
 
 def count(root: Path) -> dict[str, dict[str, tuple[int, int]]]:
-    """Lines and files by area and language, for the files that git tracks below `root`."""
+    """Counts lines and files by area and language, for the files that git tracks below `root`."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.split("\0")
@@ -55,7 +55,7 @@ def count(root: Path) -> dict[str, dict[str, tuple[int, int]]]:
 
 
 def main() -> None:
-    """Print one row for each area and language."""
+    """Prints one row for each area and language."""
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
     print(f"{'area':<25}{'language':<12}{'lines':>9}{'files':>7}")
     for area, languages in count(root).items():

@@ -1,4 +1,4 @@
-"""Options of the command line reach the settings of what they start; a command loads no more than it needs."""
+"""Command-line options reach the settings of the started processes; a command imports only what it needs."""
 
 import re
 import subprocess
@@ -21,7 +21,7 @@ TENSORS = {"torch", "transformers"}
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What commands would have started, with its arguments."""
+    """Records the calls that would start processes."""
     calls: list[tuple[Any, ...]] = []
 
     def record(target: str) -> None:
@@ -39,7 +39,7 @@ def run(*arguments: str) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_serve_hands_options_of_every_group_on(started):
+def test_serve_passes_on_options_of_every_group(started):
     run("serve", *ENGINE_OPTIONS, "--port", "0", "--allow-open", "--workers", "3", "--search",
         "--also", "shapes-clip", "--ray", "auto")  # fmt: skip
     [(target, *rest)] = started
@@ -51,7 +51,7 @@ def test_serve_hands_options_of_every_group_on(started):
     assert (settings.gateway.port, settings.gateway.allow_open) == (0, True)
 
 
-def test_any_setting_can_be_set_and_the_others_are_the_settings_own(started):
+def test_any_setting_can_be_set_and_others_keep_their_defaults(started):
     run("gateway", *REDIS, "--die-with-parent", "17", "--set", "worker.lease_s=5",
         "--set", "engine.mock.decode_s=0.25")  # fmt: skip
     assert started[0] == ("shared.process.die_with_parent", 17)
@@ -62,7 +62,7 @@ def test_any_setting_can_be_set_and_the_others_are_the_settings_own(started):
     )
 
 
-def test_a_setting_that_is_set_goes_before_the_environment(started, monkeypatch):
+def test_a_setting_by_option_overrides_the_environment(started, monkeypatch):
     monkeypatch.setenv("VLM_GATEWAY__API_KEYS", "sk-one")
     run("gateway", *REDIS, "--set", "gateway.api_keys=sk-two,sk-three")
     keys = started[-1][1].gateway.api_keys
@@ -89,7 +89,7 @@ def test_the_version_is_that_of_the_package():
 
 @pytest.mark.parametrize("url", ["127.0.0.1:99999", "http://[::1", "http://", "http://a:b", "a\nb"])
 @pytest.mark.parametrize("command", [["chat", "hi"], ["apps"], ["search", "x", "y"]], ids=" ".join)
-def test_what_is_no_address_of_a_gateway_is_a_wrong_option(command, url):
+def test_an_invalid_gateway_address_is_a_wrong_option(command, url):
     result = CliRunner().invoke(vlm.app, [*command, "--url", url])
     assert isinstance(result.exception, SystemExit)
     assert "'--url'" in result.stderr
@@ -98,7 +98,7 @@ def test_what_is_no_address_of_a_gateway_is_a_wrong_option(command, url):
 @pytest.mark.parametrize(
     "url", ["gateway.example:8000", *(f"http://gateway.example:8000{end}" for end in ("/", "/v1/"))]
 )
-def test_the_address_that_clients_are_given_is_one_of_a_gateway(url, monkeypatch):
+def test_the_address_for_clients_is_that_of_a_gateway(url, monkeypatch):
     urls: list[str] = []
     monkeypatch.setattr("gateway.chat_client.run_chat", lambda url, *rest: urls.append(url))
     run("chat", "hi", "--url", url)
@@ -131,7 +131,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_78(wrong, named, monkeypatch,
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_no_colours_are_printed_where_they_are_not_wanted(command):
+def test_colors_can_be_disabled(command):
     colour = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7](?:;\d+)*m")
     assert colour.search(run_vlm_on_terminal(*command)[1])
     plain = run_vlm_on_terminal(*command, NO_COLOR="1")[1]
@@ -152,7 +152,7 @@ def test_no_colours_are_printed_where_they_are_not_wanted(command):
         (["chat", "--url", "http://127.0.0.1:9", "x"], {"torch", "starlette", "uvicorn", "shared.settings.tree"}),
     ],
 )  # fmt: skip
-def test_a_command_loads_no_more_than_it_needs(arguments, unneeded):
+def test_a_command_imports_only_what_it_needs(arguments, unneeded):
     code = "import atexit, sys, vlm; atexit.register(lambda: print(*sys.modules)); vlm.main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True

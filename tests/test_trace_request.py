@@ -1,4 +1,4 @@
-"""The way of a request can be printed, and is bounded: gateway, what both share, a worker and its engine."""
+"""The files of a request's path are printed, and their number is limited."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from tests.integration.fleet_process import ROOT
 
 
 @pytest.mark.parametrize(("engine", "most"), [("mock", 42), ("torch", 61)])
-def test_the_way_of_a_request_is_printed_by_package_and_grows_no_longer(engine, most):
+def test_the_path_of_a_request_is_printed_and_has_a_maximum_length(engine, most):
     done = subprocess.run(
         [sys.executable, "-m", "tests.trace_request", "--engine", engine, "--image"],
         cwd=ROOT, capture_output=True, text=True,

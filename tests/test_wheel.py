@@ -1,4 +1,4 @@
-"""The wheel holds what a user runs and all the data that this needs, and no more."""
+"""The wheel contains the programs and all their data, and nothing else."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from tests.integration.fleet_process import ROOT
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder with what an installation would hold."""
+    """A folder with the contents of an installation."""
     pytest.importorskip("hatchling")
     folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
@@ -27,14 +27,14 @@ def installed(tmp_path_factory) -> Path:
 
 
 def run(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with the installed packages alone, away from the repository."""
+    """Runs Python with only the installed packages, outside of the repository."""
     return subprocess.run(
         [sys.executable, *arguments], cwd=installed.parent, capture_output=True, text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(installed)},
     )  # fmt: skip
 
 
-def test_it_holds_every_tracked_file_of_our_packages_and_nothing_else(installed):
+def test_the_wheel_has_exactly_the_tracked_files_of_our_packages(installed):
     ours = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     files = {"vlm.py", "vlm_app.py"}
     folders = {"gateway", "worker", "search", "deploy", "engines", "shared", "loadtest"}
@@ -46,7 +46,7 @@ def test_it_holds_every_tracked_file_of_our_packages_and_nothing_else(installed)
     assert set(listing.stdout.split()) <= held
 
 
-def test_its_commands_run(installed):
+def test_commands_of_the_wheel_run(installed):
     script = "import vlm; print(vlm.__file__); vlm.main()"
     helped = run(installed, "-c", script, "--help")
     assert helped.returncode == 0, helped.stderr

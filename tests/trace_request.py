@@ -1,9 +1,9 @@
-"""The way of one streamed chat request through our files: `make trace-request`, or with options
+"""Prints the files that one streamed chat request runs through: `make trace-request`, or with options
 
     python -m tests.trace_request --engine torch --image
 
-Gateway and worker run in this process beside a Redis on a unix socket, so that one profiler sees both. The same
-request was answered before: what only a first one meets is not counted, nor are other processes, Lua or C++.
+Gateway and worker run in this process with a Redis on a unix socket, so that one profiler traces both. The first
+request is not traced, so code that runs only once is not counted; neither are other processes, Lua and C++.
 """
 
 import argparse
@@ -34,14 +34,14 @@ PREFIXES = tuple(f"{ROOT}{os.sep}{package}{os.sep}" for package in PACKAGES)
 
 
 class Trace:
-    """What was called, in the order of the first calls."""
+    """The called functions, in the order of their first calls."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.functions: dict[str, dict[str, None]] = {}
 
     def start(self) -> None:
-        """Look at this thread, and at those that start from now on."""
+        """Traces this thread, and threads that start later."""
         threading.setprofile(self._look)
         sys.setprofile(self._look)
 
@@ -52,7 +52,7 @@ class Trace:
         self.functions.setdefault(code.co_filename, {})[code.co_qualname] = None
 
     def print(self) -> None:
-        """The files in the order of their first calls, and how many they are."""
+        """Prints the files in the order of their first calls, and their number."""
         for number, (path, functions) in enumerate(self.functions.items(), 1):
             name = str(Path(path).relative_to(ROOT))
             print(f"{number:3}  {name:48} {len(functions):3}  {', '.join(list(functions)[:3])}")
@@ -64,7 +64,7 @@ class Trace:
 
 
 def make_body(model: str, has_image: bool) -> dict[str, Any]:
-    """A streamed chat request."""
+    """Returns a streamed chat request."""
     text = {"type": "text", "text": "What is in this image?"}
     image = {"type": "image_url", "image_url": {"url": data_url(size=(64, 64))}}
     content = [image, text] if has_image else [text]
@@ -80,9 +80,9 @@ async def ask(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
 
 
 async def trace(engine: str, has_image: bool, redis_url: str) -> Trace:
-    """Answer a request several times, and look at what each but the first one calls.
+    """Answers a request several times; returns what every repetition calls.
 
-    A file that only some of them call is that of another task, which woke meanwhile.
+    A file that only some of them call belongs to another task that ran at the same time.
     """
     settings = load_settings(
         redis={"url": redis_url},
@@ -90,7 +90,7 @@ async def trace(engine: str, has_image: bool, redis_url: str) -> Trace:
         worker={"decode_processes": 0},
         engine={"kind": engine},
     )
-    create_engine({"kind": engine}).engine.close()  # imports: slow where every call is looked at
+    create_engine({"kind": engine}).engine.close()  # imports are slow while every call is traced
     found = Trace()
     found.start()
     worker = asyncio.create_task(WorkerProcess(settings).run())

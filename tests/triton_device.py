@@ -1,4 +1,4 @@
-"""Where kernels are tested: on a GPU if there is one, else in Triton's interpreter, for which `conftest` asks."""
+"""The device of kernel tests: a GPU if there is one, otherwise Triton's interpreter, which `conftest` enables."""
 
 import warnings
 from types import ModuleType
@@ -10,12 +10,12 @@ import torch
 
 def has_gpu() -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch complains of a driver without a device
+        warnings.simplefilter("ignore")  # torch warns about a driver without a device
         return torch.cuda.is_available()
 
 
 _NUMBERS = ("num_heads", "num_kv_heads", "head_dim", "hidden_size", "intermediate_size")
-#: Decoders of real models, of which kernels have met other parts: grouped and odd heads, wide heads, few of them.
+#: Decoders of real models that use different parts of the kernels: grouped and odd heads, wide heads, few heads.
 REAL_SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_NUMBERS, numbers, strict=True))
     for name, *numbers in (
@@ -31,6 +31,6 @@ DEVICE = torch.device("cuda" if has_gpu() else "cpu")
 
 
 def import_kernels(operator: str) -> ModuleType:
-    """The kernels of an operator; the tests that want it are skipped where triton is not installed."""
+    """Returns the kernels of an operator; skips the test if triton is not installed."""
     pytest.importorskip("triton", reason="kernels are tested where triton is installed")
     return pytest.importorskip(f"engines.torch_backend.ops.{operator}.triton")

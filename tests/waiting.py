@@ -1,4 +1,4 @@
-"""Wait for what other tasks, threads and processes do: until a condition holds, for a bounded time."""
+"""Waits for other tasks, threads and processes: until a condition holds, for a limited time."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ Found = TypeVar("Found")
 
 
 async def until(holds: Callable[[], Awaitable[Found] | Found], within_s: float = WITHIN_S) -> Found:
-    """The first true value of `holds`, which may be a coroutine function.
+    """Returns the first true value of `holds`, which can be a coroutine function.
 
     Raises TimeoutError.
     """
@@ -30,7 +30,7 @@ async def until(holds: Callable[[], Awaitable[Found] | Found], within_s: float =
 async def until_equal(
     read: Callable[[], Awaitable[Found] | Found], expected: Found, within_s: float = WITHIN_S
 ) -> None:
-    """Return once `read` gives the value that is expected."""
+    """Returns once `read` returns the expected value."""
 
     async def is_equal() -> bool:
         value = read()
@@ -40,7 +40,7 @@ async def until_equal(
 
 
 def wait_for(holds: Callable[[], Found], within_s: float = WITHIN_S) -> Found:
-    """The first true value of `holds`, for tests without an event loop."""
+    """Returns the first true value of `holds`, for tests without an event loop."""
     give_up_at = time.monotonic() + within_s
     while not (value := holds()):
         if time.monotonic() > give_up_at:

@@ -1,4 +1,4 @@
-"""Made-up checkpoints are ones that transformers loads and that have the shape of their name."""
+"""Generated checkpoints load with transformers and have the shape of their name."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from benchmarks.make_checkpoint import (
         {"multimodal_projector_bias": False},
     ],
 )
-def test_transformers_loads_every_tiny_variant_without_a_key_to_spare(
+def test_transformers_loads_every_tiny_variant_without_unused_keys(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     make_checkpoint("tiny", tmp_path / "tiny", changes=changes)
@@ -66,7 +66,7 @@ def test_shapes_have_the_parameters_of_their_models(shape: str, billions: float)
     assert count / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_a_shape_of_transformers_may_be_cut_to_fewer_layers(tmp_path: Path) -> None:
+def test_a_shape_of_transformers_can_have_fewer_layers(tmp_path: Path) -> None:
     make_checkpoint("smolvlm2-500m", tmp_path / "t", num_layers=1)
 
     loaded: Any = AutoModelForImageTextToText.from_pretrained(

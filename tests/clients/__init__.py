@@ -1,1 +1,1 @@
-"""Clients that nobody of the project wrote, as they are published, against a server of ours."""
+"""Published third-party clients against a server of this project."""

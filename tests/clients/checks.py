@@ -1,8 +1,8 @@
-"""What each client does with a server: run by `make clients` in its own environment.
+"""Checks of all clients against a server, run by `make clients` in a separate environment.
 
-    python checks.py URL MODEL IMAGE     prints JSON: {client: {feature: "yes" or what went wrong}}
+    python checks.py URL MODEL IMAGE      prints JSON: {client: {feature: "yes" or what went wrong}}
 
-It imports nothing of the project. A feature that a client does not have is left out.
+It imports nothing of the project. Features that a client does not have are omitted.
 """
 
 import atexit
@@ -72,12 +72,12 @@ class Shape(BaseModel, extra="forbid"):
 
 
 def right(text: object) -> None:
-    """The model sees a star there."""
+    """Checks that the answer contains the star of the image."""
     assert "star" in str(text), f"it said {str(text)[:60]!r}"
 
 
 def right_call(name: str, arguments: dict[str, object]) -> None:
-    """The function and its schema are kept."""
+    """Checks the name of the function and its arguments."""
     assert name == "look", name
     assert set(arguments) == {"kind"}, arguments
 
@@ -243,7 +243,7 @@ def ollama_checks() -> dict[str, Check]:
 
 
 def ollama_run_checks() -> dict[str, Check]:
-    """The requests of `ollama run` and `ollama stop`, by Ollama's source: cmd/cmd.go and api/types.go."""
+    """The requests of `ollama run` and `ollama stop`, as in Ollama's source: cmd/cmd.go and api/types.go."""
     generate = {"model": MODEL, "prompt": "", "suffix": "", "system": "", "template": ""}
 
     def send(method: str, path: str, body: object = None) -> list[dict[str, object]]:
@@ -336,7 +336,7 @@ def litellm_checks() -> dict[str, Check]:
 
 
 def proxy_checks() -> dict[str, Check]:
-    """OpenAI's and Anthropic's clients through LiteLLM's proxy, and its other ways to a server."""
+    """OpenAI's and Anthropic's clients through LiteLLM's proxy, and LiteLLM's other providers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -397,7 +397,7 @@ def langchain_checks() -> dict[str, Check]:
         right_call(made["name"], made["args"])
 
     calling = chat.with_structured_output(Shape, method="function_calling")
-    # Its own way to cut texts sends ids of OpenAI's tokenizer, which are other words here.
+    # LangChain would split texts with OpenAI's tokenizer, whose token IDs are other words here.
     embeddings = OpenAIEmbeddings(
         model="shapes-clip", base_url=f"{URL}/v1", check_embedding_ctx_length=False
     )
@@ -466,7 +466,7 @@ def comply_checks() -> dict[str, Check]:
     return {form: lambda form=form: run(form) for form in COMPLY_FORMS}
 
 
-#: By the name of their package, and what else they are called.
+#: By the name of the package, with other names of the client.
 CLIENTS: dict[str, Callable[[], dict[str, Check]]] = {
     "openai": openai_checks,
     "anthropic": anthropic_checks,
@@ -491,7 +491,7 @@ def main() -> None:
             try:
                 check()
                 results[feature] = "yes"
-            except Exception as error:  # whatever a client raises is the result
+            except Exception as error:  # any exception of a client is a result
                 results[feature] = f"{type(error).__name__}: {error}"[:300]
     print(json.dumps(told))
 

@@ -1,4 +1,4 @@
-"""open-webui's server before a fleet: its users' requests, by its own API."""
+"""Open WebUI's server in front of a fleet: requests of its users, by its own API."""
 
 import base64
 import os
@@ -19,7 +19,7 @@ QUESTION = "How many shapes are there?"
 
 
 def ask_open_webui(url: str, model: str, sample: Path) -> dict[str, str]:
-    """What it can do with the model, by feature."""
+    """Returns the result of each feature."""
     try:
         program = install_pip(SPEC).with_name("open-webui")
     except NotHad as error:

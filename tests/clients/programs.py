@@ -1,6 +1,6 @@
-"""Programs that act by tools, each installed by itself and started for real before a fleet.
+"""Agent programs, each installed in its own environment and run with a fleet.
 
-Their model is a script (`scripted`) that calls the tools they offer, so that a whole session is played.
+Their model is a script (`scripted`) that calls the tools they offer, so that a complete session runs.
 """
 
 import json
@@ -24,12 +24,12 @@ Told = dict[str, dict[str, str]]
 
 
 class NotHad(Exception):
-    """The registry has it not."""
+    """The registry does not have the package."""
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A coding assistant of npm that edits a file. `{url}` is the fleet, `{model}` its model."""
+    """A coding assistant from npm that edits a file. `{url}` is the fleet, `{model}` its model."""
 
     package: str
     version: str
@@ -60,12 +60,12 @@ COMMAND_LINES = (
         {"KEY": "none"},
     ),
 )  # fmt: skip
-#: Packages of PyPI with a check in `runners.py`.
+#: Packages from PyPI with a check in `runners.py`.
 RUNNERS = ("openai-agents==0.24.0", "anthropic==2.12.0")
 
 
 def install_npm(spec: str) -> Path:
-    """The folder of a package's programs. Raises: NotHad."""
+    """Installs a package; returns the folder of its programs. Raises: NotHad."""
     if shutil.which("npm") is None:
         raise NotHad("there is no npm")
     folder = HOME / spec.replace("/", "-")
@@ -77,7 +77,7 @@ def install_npm(spec: str) -> Path:
 
 
 def install_pip(spec: str) -> Path:
-    """The interpreter of a package's environment. Raises: NotHad."""
+    """Installs a package; returns the interpreter of its environment. Raises: NotHad."""
     folder = HOME / spec
     if not (folder / "done").exists():
         venv.create(folder, with_pip=True)
@@ -87,7 +87,7 @@ def install_pip(spec: str) -> Path:
 
 
 def install(command: Sequence[str | Path], **variables: str) -> None:
-    """Run a command of pip or npm. Raises: NotHad."""
+    """Runs a command of pip or npm. Raises: NotHad."""
     environment = {**os.environ, **variables}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -96,7 +96,7 @@ def install(command: Sequence[str | Path], **variables: str) -> None:
 
 
 def ask_programs() -> Told:
-    """What each program does."""
+    """Returns the result of each program."""
     told: Told = {}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -111,7 +111,7 @@ def ask_programs() -> Told:
 
 
 def ask_runner(spec: str, *arguments: str | Path) -> dict[str, str]:
-    """What `runners.py` says of a package, in its own environment."""
+    """Runs `runners.py` for a package in its own environment; returns the results."""
     try:
         python = install_pip(spec)
     except NotHad as error:
@@ -129,7 +129,7 @@ def ask_runner(spec: str, *arguments: str | Path) -> dict[str, str]:
 
 
 def _edit(program: CommandLine, url: str) -> dict[str, str]:
-    """Whether it edits a file, in its own home."""
+    """Runs the program in its own home; returns whether it edited a file."""
     try:
         programs = install_npm(f"{program.package}@{program.version}")
     except NotHad as error:

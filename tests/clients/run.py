@@ -2,9 +2,9 @@
 
     python -m tests.clients.run [--write]
 
-Each client runs in its own environment, `.cache/clients`, with the versions of
-`requirements.txt` and `node/package.json`; those of `programs` have one each. What a registry does not have is
-skipped. Ends with 1 if one of them fails.
+Clients run in the environment `.cache/clients` with the versions of `requirements.txt` and `node/package.json`;
+each program of `programs` has its own. A client that its registry does not have is skipped. Exits with 1 if a
+check fails.
 """
 
 import json
@@ -30,22 +30,22 @@ TIMEOUT_S = 1800
 REQUIREMENTS = (HERE / "requirements.txt").read_text()
 MINERU = "mineru-vl-utils==2.0.7"
 LLAMA_INDEX = "llama-index-embeddings-openai==0.7.0"
-#: Whose sources bring tests that can be run against a server.
+#: Packages whose sources have tests that can run against a server.
 SDKS = ("openai", "anthropic")
 VARIABLES = {
     "OPENAI_API_KEY": "none",
     "ANTHROPIC_API_KEY": "none",
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch one
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it would download one
 }
-#: Some clients say nothing of sampling and want answers that end: the little model's samples, and
-#: its greedy answers to what it never saw, may continue until they are cut.
+#: Some clients set no sampling parameters and need answers that end. Samples of the small model, and its greedy
+#: answers to unknown input, can run to the length limit.
 SAMPLING = {"temperature": 0, "repetition_penalty": 1.2, "max_new_tokens": 512}
 
 
 def prepare() -> Path:
-    """The interpreter of the environment, made where it is not."""
+    """Creates the environment if it does not exist; returns its interpreter."""
     python = HOME / "bin" / "python"
-    if not (HOME / "bin" / "pip").exists():  # the last thing that is made
+    if not (HOME / "bin" / "pip").exists():  # created last
         venv.create(HOME, with_pip=True)
     install = [python, "-m", "pip", "install", "--quiet", "-r", HERE / "requirements.txt"]
     subprocess.run(install, check=True)
@@ -53,7 +53,7 @@ def prepare() -> Path:
 
 
 def prepare_node() -> Path | None:
-    """The folder with the packages of Node; None where there is no Node."""
+    """Returns the folder with the Node packages; None if Node is not installed."""
     if shutil.which("npm") is None:
         return None
     folder = HOME / "node"
@@ -65,7 +65,7 @@ def prepare_node() -> Path | None:
 
 
 def prepare_sources(python: Path) -> Path:
-    """The folder with the sources of the SDKs, whose tests are in them alone."""
+    """Returns the folder with the sources of the SDKs, because only these contain the tests."""
     wanted = [line for line in REQUIREMENTS.splitlines() if line.startswith(SDKS)]
     folder = HOME / "sources" / "-".join(wanted)
     if not folder.exists():
@@ -77,7 +77,7 @@ def prepare_sources(python: Path) -> Path:
 
 
 def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, str]]:
-    """What each client says of each feature."""
+    """Returns the result of each feature of each client."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "generation_config.json").write_text(json.dumps(SAMPLING))
         with start_fleet(
@@ -100,7 +100,7 @@ def ask(python: Path, node: Path | None, sources: Path) -> dict[str, dict[str, s
 
 
 def run(part: str, command: Sequence[str | Path]) -> dict[str, dict[str, str]]:
-    """What a program says in the last line of its output; its end, where it says nothing."""
+    """Returns the results that a program prints in its last line, or its error if there is none."""
     print(f"{part} ...", file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
@@ -123,7 +123,7 @@ def is_failure(result: str) -> bool:
 
 
 def to_table(told: dict[str, dict[str, str]]) -> str:
-    """Clients by feature, in Markdown, and when it was so."""
+    """Returns a Markdown table of clients and features, with the date."""
     lines = ["| client | works |", "|---|---|"]
     for name, features in told.items():
         works = [feature for feature, result in features.items() if result == "yes"]

@@ -1,8 +1,8 @@
-"""What one client does with a server: run by `make clients`, each in its own environment.
+"""Checks of one client against a server, each in its own environment, for `make clients`.
 
-    python runners.py NAME URL MODEL [IMAGE]     prints JSON: {feature: "yes" or what went wrong}
+    python runners.py NAME URL MODEL [IMAGE]      prints JSON: {feature: "yes" or what went wrong}
 
-It imports nothing of the project. The model of runners of tools is a script that calls the function
+It imports nothing of the project. The model of clients that run tools is a script that calls the function
 `look` once.
 """
 
@@ -112,7 +112,7 @@ def llama_index() -> dict[str, Check]:
     client = OpenAIEmbedding(model_name=MODEL, api_base=f"{URL}/v1", api_key="none")
 
     def embed() -> None:
-        """Also more than one request takes: a text has one vector, in whatever company."""
+        """Also with more texts than fit in a request: the vector of a text does not depend on the others."""
         texts = [f"text {number} of many" for number in range(300)]
         vectors = client.get_text_embedding_batch(texts)
         [alone] = client.get_text_embedding_batch(texts[-1:])
@@ -134,7 +134,7 @@ def main() -> None:
         try:
             check()
             told[feature] = "yes"
-        except Exception as error:  # whatever a client raises is the result
+        except Exception as error:  # any exception of a client is a result
             told[feature] = f"{type(error).__name__}: {error}"[:300]
     print(json.dumps(told))
 

@@ -1,6 +1,6 @@
-"""A server of chat completions whose model is a script: it calls the tools that it is offered.
+"""A server of chat completions whose model is a script that calls the offered tools.
 
-With `--engine openai` a fleet is put before it, and programs that act by tools are tried whole.
+A fleet with `--engine openai` runs in front of it, to test agent programs completely.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any
 from tests.http_server import Handler, serve_http
 
 MODEL = "scripted"
-#: What a program is asked for: the script edits the file that the prompt names.
+#: The task of a program; the script edits the file that the prompt names.
 TASK = "Replace the word hello by goodbye in {}"
 _FILE = re.compile(r"/[\w./-]+/note\.txt")
 _EDIT = "sed -i s/hello/goodbye/ {}"
@@ -20,7 +20,7 @@ Call = tuple[str, dict[str, Any]]
 
 
 def _steps(names: set[str], file: str) -> list[Call]:
-    """The tool calls that solve the task."""
+    """Returns the tool calls that solve the task."""
     if {"Read", "Edit"} <= names:
         edit = {"file_path": file, "old_string": "hello", "new_string": "goodbye"}
         return [("Read", {"file_path": file}), ("Edit", edit)]
@@ -63,5 +63,5 @@ class _Handler(Handler):
 
 
 def run_scripted() -> AbstractContextManager[str]:
-    """The URL of a running server."""
+    """Runs a server; yields its URL."""
     return serve_http(_Handler)

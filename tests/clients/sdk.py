@@ -1,10 +1,10 @@
-"""The tests that the sources of `openai` and `anthropic` bring, against a server: run by `make clients`.
+"""Runs the tests in the sources of `openai` and `anthropic` against a server, for `make clients`.
 
-    python sdk.py URL MODEL FOLDER     prints JSON: {client: {file: "yes" or what went wrong}}
+    python sdk.py URL MODEL FOLDER      prints JSON: {client: {file: "yes" or what went wrong}}
 
-They are made for a server of canned answers, and name models, files and responses that it alone
-has: on the way to the server each becomes one that is there. What is expected to fail is named in
-`EXPECTED` with its reason; a test that fails besides, and one that passes nevertheless, is told.
+The tests expect a mock server and name its models, files and responses; a proxy replaces these by existing ones.
+`EXPECTED` has the tests that are expected to fail, with reasons. Other failures, and expected ones that pass, are
+reported.
 """
 
 import fnmatch
@@ -26,15 +26,15 @@ from pathlib import Path
 from openai import OpenAI
 
 URL, MODEL, FOLDER = sys.argv[1:]
-TIMEOUT_S = 900  # of a package's tests
+TIMEOUT_S = 900  # for the tests of one package
 _HOP = ("connection", "content-length", "host", "transfer-encoding")
 _MODEL = re.compile(rb'("model"\s*:\s*)"[^"]*"')
 _FILE = re.compile(rb'("input_file_id"\s*:\s*)"[^"]*"')
-_REFUSED = "Error code: 4"  #: what a test that is expected to fail ends by
+_REFUSED = "Error code: 4"  #: in the error of a test that is expected to fail
 _PATH = re.compile(r"/(models|responses|files|batches)/(?!input_tokens|compact)([^/?]+)")
 
 EVERY_PARAMETER = "every parameter at once, by placeholders"
-#: By package and file: why some of its tests fail, and which, without `test_method_` and the like.
+#: By package and file: reasons of expected failures, and the tests, without `test_method_` and similar prefixes.
 EXPECTED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "anthropic": {
         "test_messages.py": {EVERY_PARAMETER: ("create_with_all_params_*",)},
@@ -67,12 +67,12 @@ EXPECTED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "test_batches.py": {EVERY_PARAMETER: ("list_with_all_params",)},
     },
 }  # fmt: skip
-#: What stands between the API and the base URL.
+#: The part of the API's path that the base URL includes.
 SUFFIXES = {"anthropic": "", "openai": "/v1"}
 
 
 def make(kind: str) -> str:
-    """The id of a new thing of a kind of path."""
+    """Creates an object for this kind of path; returns its ID."""
     client = OpenAI(base_url=f"{URL}/v1", max_retries=0)
     if kind == "models":
         return MODEL
@@ -88,7 +88,7 @@ def make(kind: str) -> str:
 
 
 class Renaming(BaseHTTPRequestHandler):
-    """Sends each request on, with names of what is there."""
+    """Forwards each request with the names of existing objects."""
 
     def _pass_on(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -119,7 +119,7 @@ class Renaming(BaseHTTPRequestHandler):
 
 
 def run(source: Path, files: list[str], base_url: str) -> dict[str, dict[str, str | None]]:
-    """By file and test: what went wrong, if anything."""
+    """Returns the error of each test by file, or None."""
     report = source.resolve() / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -136,7 +136,7 @@ def run(source: Path, files: list[str], base_url: str) -> dict[str, dict[str, st
     for case in ElementTree.parse(report).iter("testcase"):
         if case.find("skipped") is not None:
             continue
-        # A test of no class has none in its name.
+        # The name of a test without a class contains no class.
         module, _, group = case.attrib["classname"].partition(".Test")
         file = module.removeprefix("tests.api_resources.").replace(".", "/") + ".py"
         wrong = [case.find("failure"), case.find("error")]
@@ -146,7 +146,7 @@ def run(source: Path, files: list[str], base_url: str) -> dict[str, dict[str, st
 
 
 def judge(results: Mapping[str, str | None], expected: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """What is not as expected."""
+    """Describes the unexpected results."""
     told = []
     for name, wrong in results.items():
         reason = why(name, expected)
@@ -158,7 +158,7 @@ def judge(results: Mapping[str, str | None], expected: Mapping[str, tuple[str, .
 
 
 def why(name: str, expected: Mapping[str, tuple[str, ...]]) -> str | None:
-    """The reason why a test is expected to fail, if it is."""
+    """Returns the reason why a test is expected to fail, or None."""
     what = re.sub(r".*\.test_(method_|raw_response_|streaming_response_)?|\[.*", "", name)
     for reason, patterns in expected.items():
         if any(fnmatch.fnmatch(what, pattern) for pattern in patterns):
@@ -167,7 +167,7 @@ def why(name: str, expected: Mapping[str, tuple[str, ...]]) -> str | None:
 
 
 def describe(results: Mapping[str, str | None], expected: Mapping[str, tuple[str, ...]]) -> str:
-    """How many passed, and why the others did not."""
+    """Returns how many tests passed, and why others did not."""
     passed = sum(wrong is None for wrong in results.values())
     reasons = Counter(why(name, expected) for name, wrong in results.items() if wrong)
     others = "; ".join(f"{count}: {reason}" for reason, count in reasons.items() if reason)

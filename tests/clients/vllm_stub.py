@@ -1,6 +1,6 @@
-"""A plugin of pytest that stands in for vLLM, torch and the like: its HTTP tests are sent to `VLM_URL`.
+"""A pytest plugin that replaces vLLM, torch and similar modules, and sends vLLM's HTTP tests to `VLM_URL`.
 
-It is loaded in the sources of vLLM, by an interpreter that has none of them; it imports nothing of the project.
+It is loaded within vLLM's sources, by an interpreter without these modules, and imports nothing of the project.
 """
 
 import base64
@@ -28,7 +28,7 @@ ABSENT = (
 
 
 class _Module(types.ModuleType):
-    """Has every name; each is a mock."""
+    """A module with every name; each is a mock."""
 
     __path__ = ()
     __version__ = "0"
@@ -42,7 +42,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules that are absent here."""
+    """Finds the modules that are not installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
         if name.partition(".")[0] in ABSENT:
@@ -57,7 +57,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Server:
-    """The server of the tests, which is there already."""
+    """Replaces the server of the tests by the one at `VLM_URL`."""
 
     DUMMY_API_KEY = "token-abc123"
 
@@ -70,7 +70,7 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """It continues."""
+        """The server continues."""
 
     def url_for(self, *parts: str) -> str:
         return "/".join([URL, *(part.strip("/") for part in parts if part)])
@@ -93,7 +93,7 @@ class Server:
 
 
 class Tokenizer:
-    """The served model's."""
+    """The tokenizer of the served model."""
 
     eos_token_id = 256
     chat_template = ""
@@ -149,10 +149,10 @@ def _utils() -> types.ModuleType:
 
 
 class Configuration:
-    """vLLM's knowledge of a model."""
+    """Replaces vLLM's model configuration."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Nothing is loaded."""
+        """Loads nothing."""
 
     def get_vocab_size(self) -> int:
         models = httpx.get(f"{URL}/v1/models", trust_env=False).json()["data"]
@@ -160,7 +160,7 @@ class Configuration:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Tests of functions of vLLM need no server."""
+    """Deselects tests of vLLM's functions, which need no server."""
     apart = [
         item
         for item in items
@@ -175,7 +175,7 @@ def pytest_configure(config: Any) -> None:
 
 
 class Assets:
-    """Pictures, which the suite would fetch and serve."""
+    """Images that the suite would download and serve."""
 
     def get_image_asset(self, name: str) -> Image.Image:
         return Image.linear_gradient("L").convert("RGB")
@@ -199,7 +199,7 @@ def image_urls(request: Any, image_url: str) -> list[str]:
     return [image_url for _ in request.param]
 
 
-#: What the tests need of the modules that are absent.
+#: Attributes of absent modules that the tests need.
 NEEDED = {
     "torch": {"iinfo": lambda _: types.SimpleNamespace(min=-(2**63), max=2**63 - 1)},
     "transformers": {"AutoTokenizer": types.SimpleNamespace(from_pretrained=_tokenizer)},

@@ -1,7 +1,7 @@
-"""The HTTP tests of vLLM, from its sources on PyPI, against a fleet of the mock engine.
+"""vLLM's HTTP tests, from its sources on PyPI, against a fleet with the mock engine.
 
-`vllm_stub` stands in for vLLM within them. The mock says no sense and does what a request insists on, so that tests of
-words fail; what passes is counted by file, and a file that passes fewer than before is told.
+`vllm_stub` replaces vLLM within them. The mock generates no sense but follows constraints, so tests of the wording
+fail. Passed tests are counted by file, and a file with fewer passed tests than before is reported.
 """
 
 import json
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 VERSION = "0.33.0"
 TIMEOUT_S = 600
 MOCK = "VLM_ENGINE__MOCK__"
-#: By settings of the mock: the files, and how many of their tests pass at least.
+#: By settings of the mock: the files, and the minimum number of passed tests.
 SUITES: tuple[tuple[Mapping[str, Any], Mapping[str, int]], ...] = (
     (
         {f"{MOCK}NUM_OUTPUT_TOKENS": "200"},
@@ -54,10 +54,10 @@ SUITES: tuple[tuple[Mapping[str, Any], Mapping[str, int]], ...] = (
         },
     ),
 )
-#: Names of models in the sources, and those that are no constants.
+#: Model names in the sources, and those that are not constants.
 _MODEL = re.compile(r'^\w*MODEL\w* = "([^"]+)"', re.MULTILINE)
 _OTHERS = ("claude-3-7-sonnet-latest", "zephyr-lora")
-#: pip asks a source for its metadata, which vLLM's own backend makes with torch alone.
+#: pip requests the metadata of a source; vLLM's own build backend would need torch for it.
 _BACKEND = f"""
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def ask_suite(python: Path) -> Told:
-    """How many tests of each file pass."""
+    """Returns the number of passed tests by file."""
     name = f"tests of vllm {VERSION}"
     try:
         sources = fetch(python)
@@ -90,7 +90,7 @@ def ask_suite(python: Path) -> Told:
 
 
 def fetch(python: Path) -> Path:
-    """The folder of vLLM's tests. Raises: NotHad."""
+    """Downloads vLLM's tests; returns their folder. Raises: NotHad."""
     folder = HOME / f"vllm-{VERSION}"
     if folder.exists():
         return folder
@@ -106,7 +106,7 @@ def fetch(python: Path) -> Path:
         [archive] = Path(part).glob("vllm-*.tar.gz")
         root = f"vllm-{VERSION}/tests/"
         with tarfile.open(archive) as content:
-            wanted = (f"{root}entrypoints/", f"{root}__init__.py")  # not the heavy conftest.py
+            wanted = (f"{root}entrypoints/", f"{root}__init__.py")  # not the root's conftest.py
             members = [each for each in content if each.name.startswith(wanted)]
             content.extractall(part, members, filter="data")
         (Path(part) / f"vllm-{VERSION}").rename(folder)
@@ -120,7 +120,7 @@ def _run(
     files: Mapping[str, int],
     variables: Mapping[str, Any],
 ) -> dict[str, tuple[int, int]]:
-    """By file: tests that passed, and all that ran."""
+    """Returns by file the number of passed tests, and of all tests."""
     paths = [sources / "tests" / "entrypoints" / file for file in files]
     names = {name for path in paths for name in _MODEL.findall(path.read_text())}
     aliases = dict.fromkeys(sorted(names.union(_OTHERS)), "mock")
@@ -130,7 +130,7 @@ def _run(
     }
     report = folder / "report.xml"
     command = [python, "-m", "pytest", "-q", "-n", "0", "-p", "vllm_stub", "-p", "no:cacheprovider"]
-    command += ["-c", os.devnull]  # not this repository's options
+    command += ["-c", os.devnull]  # ignores the options of this repository
     command += ["--continue-on-collection-errors", f"--rootdir={sources}", f"--junitxml={report}"]
     with start_fleet(folder, **options, **variables) as served:
         environment = {"VLM_URL": served.url, "PYTHONPATH": f"{HERE}{os.pathsep}{sources}"}

@@ -1,7 +1,7 @@
-"""On a GPU the same checkpoint gives the same answers as on the CPU, from caches that lie on the GPU.
+"""On a GPU, a checkpoint gives the same answers as on the CPU, with caches in GPU memory.
 
-Every kernel is right on shapes of real models, graphs are captured, and all fast ways give one answer. The
-interpreter's tests (`tests/engines/torch_backend/ops/test_triton_kernels.py`) run compiled here, too.
+Every kernel is right on shapes of real models, graphs are captured, and all fast ways give the same answer. Tests of
+Triton's interpreter (`tests/engines/torch_backend/ops/test_triton_kernels.py`) run compiled here, too.
 """
 
 import gc
@@ -44,7 +44,7 @@ VOCAB_SIZE = 384
 
 @pytest.fixture(autouse=True)
 def exact_cuda() -> Iterator[None]:
-    """Computes float32 as the CPU does; torch's default rounds what convolutions read."""
+    """Computes float32 as the CPU does; torch's default rounds the inputs of convolutions."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
@@ -70,7 +70,7 @@ def core(loaded: LoadedEngine) -> tuple[BatchingEngine, TorchRunner]:
 def make_request(
     loaded: LoadedEngine, name: str, text: str, seeds: Sequence[int] = (), **sampling: Any
 ) -> EngineRequest:
-    """A question about images, which are named by their seeds."""
+    """Returns a question about images, which are given by their seeds."""
     prompt = ask(loaded.engine.processor, [*((28, 28, seed) for seed in seeds), text])
     greedy = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "ignore_eos": True}
     params = SamplingParams(**{**greedy, **sampling})
@@ -87,12 +87,12 @@ def make_requests(loaded: LoadedEngine) -> list[EngineRequest]:
 
 
 def answers(loaded: LoadedEngine, requests: list[EngineRequest]) -> dict[str, list[int]]:
-    """The tokens of requests that are computed together."""
+    """Returns the tokens of requests that are computed together."""
     return run_to_end(core(loaded)[0], requests)
 
 
 def first_logprobs(loaded: LoadedEngine, request: EngineRequest) -> torch.Tensor:
-    """What the model thinks of every token in the first place. Shapes: (V,)."""
+    """Returns the logprobs of the first output token. Shapes: (V,)."""
     _, runner = core(loaded)
     sequence = EngineSequence.from_request(request, max_output_tokens=1)
     sequence.block_ids = list(range(-(-sequence.num_tokens // runner.block_size)))
@@ -104,7 +104,7 @@ def first_logprobs(loaded: LoadedEngine, request: EngineRequest) -> torch.Tensor
 
 
 def distance(first: LoadedEngine, second: LoadedEngine) -> float:
-    """The greatest difference of two engines' first log probabilities."""
+    """Returns the largest difference between the first logprobs of two engines."""
     differences = []
     for seeds in ([], [1], [1, 2]):
         request = make_request(first, "r", "Which is it?", seeds, num_logprobs=VOCAB_SIZE)
@@ -122,7 +122,7 @@ def distance(first: LoadedEngine, second: LoadedEngine) -> float:
         pytest.param({"encoder_cache_bytes": 0, "enable_prefix_cache": False}, id="uncached"),
     ],
 )
-def test_greedy_answers_in_float32_are_those_of_the_cpu(
+def test_greedy_answers_in_float32_equal_those_of_the_cpu(
     tiny: Path, changes: dict[str, Any]
 ) -> None:
     on_cpu, on_gpu = load(tiny, "cpu"), load(tiny, "cuda", **changes)
@@ -134,15 +134,15 @@ def test_greedy_answers_in_float32_are_those_of_the_cpu(
         assert on_gpu.engine.stats().num_preemptions > 0
 
 
-def test_probabilities_are_those_of_the_cpu(tiny: Path) -> None:
-    """In bfloat16 about as near to float32 as on the CPU."""
+def test_probabilities_equal_those_of_the_cpu(tiny: Path) -> None:
+    """bfloat16 differs from float32 about as much as on the CPU."""
     exact = load(tiny, "cpu")
     assert distance(exact, load(tiny, "cuda")) < 1e-4
     rounded = distance(exact, load(tiny, "cuda", dtype="bfloat16"))
     assert 0 < rounded < 3 * distance(exact, load(tiny, "cpu", dtype="bfloat16"))
 
 
-def test_auto_takes_the_gpu_and_bfloat16(tiny: Path) -> None:
+def test_auto_selects_the_gpu_and_bfloat16(tiny: Path) -> None:
     _, runner = core(load(tiny, "auto", dtype="auto"))
     _, rounded = core(load(tiny, "cpu", dtype="bfloat16"))
 
@@ -155,7 +155,7 @@ def test_a_quantized_checkpoint_loads_and_computes_as_on_the_cpu(
     tiny: Path, quantization: str
 ) -> None:
     small = load(tiny, "cuda", quantization=quantization)
-    # without the CPU's kernels, whose towers and heads are int8 too
+    # without the CPU's kernels, whose towers and heads are also in int8
     on_cpu = load(tiny, "cpu", quantization=quantization, disabled_ops=("cpu",))
 
     weights = [core(loaded)[1].memory_bytes()["weights"] for loaded in (small, on_cpu)]
@@ -165,7 +165,7 @@ def test_a_quantized_checkpoint_loads_and_computes_as_on_the_cpu(
     assert len(answers(in_bfloat16, make_requests(in_bfloat16))["two"]) == NUM_TOKENS
 
 
-def test_the_caches_lie_on_the_gpu_until_the_engine_is_closed(tiny: Path) -> None:
+def test_the_caches_are_on_the_gpu_until_the_engine_is_closed(tiny: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()
     loaded = load(tiny, "cuda")
@@ -180,7 +180,7 @@ def test_the_caches_lie_on_the_gpu_until_the_engine_is_closed(tiny: Path) -> Non
     assert full - torch.cuda.memory_allocated() >= sum(used.values())
 
 
-def test_a_step_without_memory_may_be_run_again(
+def test_a_step_without_memory_can_be_run_again(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load(tiny, "cuda")
@@ -205,7 +205,7 @@ def test_a_step_without_memory_may_be_run_again(
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 7}])
 def test_overlapped_steps_change_no_token(tiny: Path, sampling: dict[str, Any]) -> None:
-    """Ends of all lengths, and somebody who comes later, so that steps are taken back."""
+    """Answers of different lengths and a later request, so that steps are discarded."""
     found = []
     for overlap_steps in (False, True):
         loaded = load(tiny, "cuda", overlap_steps=overlap_steps)
@@ -219,7 +219,7 @@ def test_overlapped_steps_change_no_token(tiny: Path, sampling: dict[str, Any]) 
     assert found[0] == found[1]
 
 
-def test_random_bits_are_those_of_the_cpu() -> None:
+def test_random_bits_equal_those_of_the_cpu() -> None:
     streams = [stream_key(seed, position) for seed in (0, -1, 1 << 63) for position in (0, 7)]
     keys = torch.tensor([signed(key) for key in streams])
 
@@ -228,7 +228,7 @@ def test_random_bits_are_those_of_the_cpu() -> None:
     assert torch.equal(on_gpu, random_bits(keys, 5000))
 
 
-def test_a_seeded_answer_is_repeated_in_company(tiny: Path) -> None:
+def test_a_seeded_answer_is_the_same_in_a_batch(tiny: Path) -> None:
     loaded = load(tiny, "cuda")
     seeded = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 11}
     alone = make_request(loaded, "seeded", "What color is the star?", [1], **seeded)
@@ -255,7 +255,7 @@ def test_a_kernel_is_right_on_a_real_shape(op: Op, shape: str, dtype: torch.dtyp
 @pytest.mark.parametrize("shape", REAL_SHAPES)
 def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> None:
     text = make_text(shape)
-    pool = Site(CUDA, torch.bfloat16, text).pool()  # 8 blocks, named again and again
+    pool = Site(CUDA, torch.bfloat16, text).pool()  # 8 blocks, used repeatedly
     tables = torch.arange(256, device=CUDA, dtype=torch.int32).remainder(8).repeat(num_sequences, 1)
     lengths = torch.linspace(1, 4096, num_sequences, device=CUDA).to(torch.int64)
     query = torch.randn(
@@ -271,7 +271,7 @@ def test_long_contexts_are_split_and_joined(shape: str, num_sequences: int) -> N
     assert_close(found, expected.flatten(1), rtol=2e-2, atol=2e-3)
 
 
-def test_every_fast_way_is_taken(tiny: Path) -> None:
+def test_every_fast_way_is_used(tiny: Path) -> None:
     _, runner = core(load(tiny, "cuda", dtype="bfloat16"))
     assert all(runner.ops.uses(op.name) for op in KERNELS)
     assert runner.ops.uses("paged_attention", "triton_varlen")
@@ -282,10 +282,10 @@ def test_every_fast_way_is_taken(tiny: Path) -> None:
 
 @pytest.mark.parametrize("off", [*((name,) for name in FAST), FAST], ids=lambda off: "+".join(off))
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_what_is_switched_off_changes_no_answer(
+def test_disabled_kernels_change_no_answer(
     tiny: Path, quantization: str, off: tuple[str, ...]
 ) -> None:
-    # without the CPU's kernels, whose towers and heads are int8 too
+    # without the CPU's kernels, whose towers and heads are also in int8
     on_cpu = load(tiny, "cpu", quantization=quantization, disabled_ops=("cpu",))
     on_gpu = load(tiny, "cuda", quantization=quantization, disabled_ops=off)
     assert answers(on_gpu, make_requests(on_gpu)) == answers(on_cpu, make_requests(on_cpu))

@@ -1,4 +1,4 @@
-"""Fixtures: a server made of a script."""
+"""Fixtures: a scripted server."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Results made of a few words, for tests of what is computed from them."""
+"""Load-test results with defaults, for tests of what is computed from them."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from loadtest.result import Result
 
 
 def record(at: float = 0.0, e2e_s: float = 0.1, **changes: Any) -> Record:
-    """A whole answer; `waited_s` is between the intended and the real sending, `ttft_s` makes it a stream."""
+    """Returns a complete answer. `waited_s` is the delay of the sending; `ttft_s` makes it a stream."""
     waited_s, ttft_s = changes.pop("waited_s", 0.0), changes.pop("ttft_s", None)
     made = Record(
         scenario="text",
@@ -30,7 +30,7 @@ def record(at: float = 0.0, e2e_s: float = 0.1, **changes: Any) -> Record:
 def result(
     records: list[Record], objective: Objective | None = None, model: str = "mock", **plan: Any
 ) -> Result:
-    """A run of 10 s with these records."""
+    """Returns a run of 10 s with these records."""
     return Result(
         created_at="2026-11-21T00:00:00+00:00",
         url="http://127.0.0.1:8000",

@@ -1,4 +1,4 @@
-"""An OpenAI server made of a script: which bytes to send, when, and what it was asked."""
+"""A scripted OpenAI server: the bytes that it sends, their times, and the requests that it received."""
 
 import json
 import time
@@ -12,7 +12,7 @@ WORDS = ["one ", "two ", "three "]
 
 
 class FakeServer:
-    """Answers every chat request by its script; keeps the bodies, and when it sent each piece."""
+    """Answers every chat request by its script; records the bodies and the times of the pieces."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -21,7 +21,7 @@ class FakeServer:
         self.connections: set[tuple[str, int]] = set()
         self.status = 200
         self.pause_s = 0.0  #: before an answer
-        #: Of a stream: bytes to send, seconds to wait.
+        #: Pieces of a stream: bytes to send, or seconds to wait.
         self.pieces: list[bytes | float] | None = None
         self.completion: Any = completion()
         self.models: list[dict[str, Any]] = [{"id": "fake"}]
@@ -29,7 +29,7 @@ class FakeServer:
 
 
 def completion(**changes: Any) -> dict[str, Any]:
-    """A whole answer."""
+    """Returns a complete answer."""
     message = {"role": "assistant", "content": "".join(WORDS)}
     choice = {"index": 0, "message": message, "finish_reason": "length"}
     usage = {"prompt_tokens": 5, "completion_tokens": len(WORDS), "total_tokens": 8}
@@ -37,19 +37,19 @@ def completion(**changes: Any) -> dict[str, Any]:
 
 
 def event(data: Any) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + (data if isinstance(data, bytes) else json.dumps(data).encode()) + b"\n\n"
 
 
 def chunk(content: str | None = None, finish_reason: str | None = None, **fields: Any) -> bytes:
-    """One chunk of a streamed answer."""
+    """Returns one chunk of a streamed answer."""
     delta = {} if content is None else {"content": content}
     choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
     return event({"choices": choices, "usage": None, **fields})
 
 
 def stream(pause_s: float = 0.0) -> list[bytes | float]:
-    """A whole streamed answer, a pause before each word."""
+    """Returns a complete streamed answer, with a pause before each word."""
     words = [piece for word in WORDS for piece in (pause_s, chunk(word))]
     usage = {"prompt_tokens": 5, "completion_tokens": len(WORDS)}
     end = [chunk(finish_reason="length"), chunk(choices=[], usage=usage), event(b"[DONE]")]
@@ -58,7 +58,7 @@ def stream(pause_s: float = 0.0) -> list[bytes | float]:
 
 @contextmanager
 def run_fake_server() -> Iterator[FakeServer]:
-    """Serve on a free port until the end."""
+    """Runs a server on a free port."""
     fake = FakeServer()
     with serve_http(_Handler, fake=fake) as fake.url:
         yield fake
@@ -73,7 +73,7 @@ class _Handler(Handler):
         self._send_json(self.fake.status, {"data": self.fake.models})
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # a client may leave whenever it likes
+        with suppress(ConnectionError):  # a client can disconnect at any time
             super().handle()
 
     def do_POST(self) -> None:
@@ -81,7 +81,7 @@ class _Handler(Handler):
         self.fake.bodies.append(body)
         self.fake.paths.append(self.path)
         self.fake.connections.add(self.client_address)
-        time.sleep(self.fake.pause_s)  # the fake model's thinking, which the client has to notice
+        time.sleep(self.fake.pause_s)  # time to first token, which the client must measure
         if body.get("stream") and self.fake.status == 200:
             self._send_stream(stream() if self.fake.pieces is None else self.fake.pieces)
         else:

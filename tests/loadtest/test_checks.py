@@ -1,4 +1,4 @@
-"""Only a whole, right answer counts; the mock's rule is known without asking it."""
+"""Only complete and correct answers count; answers of the mock are known from its algorithm."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_right_answer_has_no_fault():
         ({"finish_reason": "content_filter"}, "content_filter"),
     ],
 )
-def test_answer_of_another_text_length_or_end_is_a_fault(changes, words):
+def test_another_text_length_or_finish_reason_is_a_fault(changes, words):
     assert words in fault(**changes)
 
 
@@ -44,7 +44,7 @@ def test_known_answers_are_compared_and_unknown_ones_are_not():
     assert fault("other", text="whatever") == ""
 
 
-def test_images_under_a_key_have_hashes_that_nobody_knows():
+def test_answers_about_images_with_a_key_are_not_compared():
     album = NoiseAlbum(0, 2_000)
     messages = [user_message([{"type": "image_url", "image_url": {"url": album.fixed().urls[0]}}])]
     answer = Answer(1.0, "ba ba", "stop", {"completion_tokens": 3, "prompt_tokens": 9})

@@ -1,4 +1,4 @@
-"""The client stamps what arrived when it arrived, and takes no incomplete answer for an answer."""
+"""The client records arrival times, and counts an incomplete answer as an error."""
 
 import time
 
@@ -28,16 +28,16 @@ def test_first_text_counts_and_not_the_role(fake):
     assert started_at + answer.ttft_s < time.perf_counter()
 
 
-def test_gap_of_a_chunk_is_shared_by_the_tokens_in_it():
+def test_gap_of_a_chunk_is_divided_by_its_tokens():
     usage = {"completion_tokens": 5}
     answer = Answer(1.0, "abcdefg", "length", usage, [(0.2, 2), (0.4, 1), (0.8, 5)])
     assert answer.itl_s == pytest.approx([0.1, 0.1, 0.2, 0.2])
     answer = Answer(1.0, "ab", "stop", {"completion_tokens": 3}, [(0.2, 1), (0.4, 1)])
-    assert answer.itl_s == pytest.approx([0.2])  # the token that ends it has no text
+    assert answer.itl_s == pytest.approx([0.2])  # the last token has no text
 
 
 @pytest.mark.parametrize("end", ["/", "/v1"])
-def test_address_is_taken_with_and_without_the_version(fake, end):
+def test_address_is_accepted_with_and_without_the_version(fake, end):
     with ChatClient(fake.url + end) as client:
         assert client.models() == ["fake"]
         answer = client.ask(WHOLE)
@@ -46,7 +46,7 @@ def test_address_is_taken_with_and_without_the_version(fake, end):
     assert (answer.ttft_s, answer.itl_s) == (None, [])
 
 
-def test_models_that_do_not_chat_or_have_no_worker_are_not_asked(fake):
+def test_models_without_chat_or_worker_are_not_used(fake):
     fake.models = [
         {"id": "clip", "num_workers": 1, "tasks": ["embed"]},
         {"id": "gone", "num_workers": 0, "tasks": ["generate"]},

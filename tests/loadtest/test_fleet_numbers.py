@@ -1,4 +1,4 @@
-"""Client and server tell the same of the same requests; Locust's own ways of running work on a real fleet."""
+"""Client and server report the same latencies; Locust's own modes work with a real fleet."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from loadtest.run import drive
 from tests.integration.fleet_process import Served, run_vlm, start_fleet
 
 VISION_S, DECODE_S, NUM_TOKENS = 0.3, 0.03, 12
-ROUNDS = 8  # one is enough where nothing else runs
+ROUNDS = 8  # one is enough on an idle machine
 SERVER_NAMES = {
     "TTFT": "vlm_time_to_first_token_seconds",
     "TPOT": "vlm_time_per_output_token_seconds",
@@ -25,7 +25,7 @@ SERVER_NAMES = {
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory):
-    """A fleet whose engine is so slow that the way of a request is little beside it."""
+    """A fleet whose engine is so slow that other times are small in comparison."""
     times = {"VLM_ENGINE__MOCK__VISION_S": VISION_S, "VLM_ENGINE__MOCK__DECODE_S": DECODE_S}
     variables = {name: str(value) for name, value in times.items()}
     with start_fleet(tmp_path_factory.mktemp("slow"), **variables) as fleet:
@@ -33,7 +33,7 @@ def slow(tmp_path_factory):
 
 
 def read_sums(client: httpx.Client) -> Counter[tuple[str, str]]:
-    """The gateway's metrics, by name and stage."""
+    """Returns the gateway's metrics, by name and stage."""
     sums: Counter[tuple[str, str]] = Counter()
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
@@ -42,7 +42,7 @@ def read_sums(client: httpx.Client) -> Counter[tuple[str, str]]:
 
 
 def load(fleet: Served) -> tuple[list[Record], Counter[tuple[str, str]]]:
-    """Streamed questions about new images, two at a time; what the client noted, and what the server counted."""
+    """Streams questions about new images, two at a time; returns the client's records and the server's counts."""
     target = Target(url=fleet.url, model=first_model(fleet.url, ""))
     workload = Workload(profile="image", stream_ratio=1.0, max_tokens=NUM_TOKENS, image_bytes=2_000)
     plan = Plan(levels=(2.0,), duration_s=1.5, warmup_s=0.0)
@@ -55,15 +55,15 @@ def load(fleet: Served) -> tuple[list[Record], Counter[tuple[str, str]]]:
 
 
 def difference(records: list[Record], server: Counter[tuple[str, str]], latency: str) -> float:
-    """Of the two means, relative to the server's."""
+    """Returns the difference of the two means, relative to the server's."""
     values, name = values_of(records, latency), SERVER_NAMES[latency]
     assert len(values) == server[f"{name}_count", ""]
     mean_s = server[f"{name}_sum", ""] / len(values)
     return abs(sum(values) / len(values) - mean_s) / mean_s
 
 
-def test_client_agrees_with_the_histograms_of_the_server(slow):
-    """A busy machine may delay the client's reading; what is defined otherwise differs every time."""
+def test_client_latencies_equal_the_histograms_of_the_server(slow):
+    """A busy machine can delay the client's reads; a different definition would differ in every round."""
     for _ in range(ROUNDS):
         records, server = load(slow)
         assert not [record.error for record in records if record.error]
@@ -83,7 +83,7 @@ def test_client_agrees_with_the_histograms_of_the_server(slow):
 LOCUST = ("-m", "locust", "-f", "loadtest/locustfile.py", "--stream-ratio", "1")
 
 
-def test_page_of_locust_starts_and_runs_the_users(slow):
+def test_locusts_page_starts_and_runs_users(slow):
     port = free_port()
     arguments = [*LOCUST, "--host", slow.url, "--mix", "conversation", "--max-tokens", "4"]
     arguments += ["--web-host", "127.0.0.1", "--web-port", str(port)]
@@ -99,13 +99,13 @@ def test_page_of_locust_starts_and_runs_the_users(slow):
 
 
 def answered(page: httpx.Client) -> set[str]:
-    """The latencies that Locust shows so far; the request itself is the pause between two looks."""
+    """Returns the latencies that Locust has shown so far. The request itself is the pause between two calls."""
     stats = page.get("/stats/requests").json()["stats"]
     assert not [row for row in stats if row["num_failures"]]
     return {row["method"] for row in stats if row["num_requests"]} - {"Aggregated", None, ""}
 
 
-def test_command_brings_a_fleet_of_its_own():
+def test_command_can_start_its_own_fleet():
     done = run_vlm("loadtest", "--duration", "0.5", "--warmup", "0", "--profile", "conversation")
     assert done.returncode == 0, done.stderr
     assert "conversation, streamed" in done.stdout

@@ -1,4 +1,4 @@
-"""The load over time is what was ordered, and an open loop's arrivals are a Poisson process of that rate."""
+"""The load follows its plan, and arrivals of an open loop are a Poisson process with the planned rate."""
 
 import random
 from itertools import pairwise
@@ -11,12 +11,12 @@ from loadtest.record import Plan
 
 
 @pytest.mark.parametrize("text", ["1,,2", "1..", "1..2..3", "0", "-1", "nan", "1e9"])
-def test_load_that_cannot_be_is_refused(text):
+def test_invalid_load_is_refused(text):
     with pytest.raises(ValueError, match=r"load|ramp|neither"):
         parse_levels(text)
 
 
-def test_a_load_is_of_users_or_of_a_rate_which_makes_an_open_loop():
+def test_a_load_has_users_or_a_rate_in_an_open_loop():
     assert make_plan(None, None, 5.0, 1.0) == make_plan("8", None, 5.0, 1.0) == Plan(duration_s=5.0)
     opened = make_plan(None, "3", 5.0, 1.0)
     assert (opened.loop, opened.levels) == ("open", (3,))
@@ -26,7 +26,7 @@ def test_a_load_is_of_users_or_of_a_rate_which_makes_an_open_loop():
         make_plan("8", "3", 5.0, 1.0)
 
 
-def test_steps_share_the_time_and_a_ramp_goes_up_evenly():
+def test_steps_divide_the_time_and_a_ramp_rises_linearly():
     steps = Plan(levels=(2.0, 4.0, 8.0), duration_s=9.0)
     assert [level_at(steps, at) for at in (-1, 0, 2.9, 3, 6, 9)] == [2, 2, 2, 4, 8, 8]
     assert [(p.start_s, p.end_s, p.level) for p in phases(steps)] == [
@@ -40,7 +40,7 @@ def test_steps_share_the_time_and_a_ramp_goes_up_evenly():
 
 
 def test_arrivals_are_a_poisson_process():
-    """Gaps of a Poisson process are exponential: their deviation is their mean."""
+    """Gaps of a Poisson process are exponential, so their standard deviation equals their mean."""
     plan = Plan(loop="open", levels=(50.0,), duration_s=100.0)
     at_s = list(arrivals(plan, random.Random(1)))
     assert at_s == list(arrivals(plan, random.Random(1)))

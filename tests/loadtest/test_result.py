@@ -1,4 +1,4 @@
-"""Rates, percentiles, objectives and failures are those of the records; a file comes back as it was written."""
+"""Rates, percentiles, objectives and failures are computed from the records; result files are read back unchanged."""
 
 import json
 
@@ -20,7 +20,7 @@ from loadtest.result import (
 from tests.loadtest.factories import load_result, record, result
 
 
-def test_warm_up_counts_for_nothing_but_failures():
+def test_only_failures_of_the_warm_up_count():
     run = result([record(-0.5), record(0.5), record(-0.5, error="status 503: x")])
     assert len(counted(run)) == 1
     assert failures(run) == {"text, whole: status 503: x": 1}
@@ -28,7 +28,7 @@ def test_warm_up_counts_for_nothing_but_failures():
     assert failure_ratio(result([])) == 1
 
 
-def test_rates_are_of_what_happened_in_each_phase_and_goodput_of_what_was_right_in_time():
+def test_rates_are_per_phase_and_goodput_counts_answers_within_the_objective():
     records = [record(-0.5, e2e_s=1.0), record(1), record(2, e2e_s=3.0), record(3, error="x")]
     run = result([*records, record(4.9, e2e_s=0.3), record(6)], Objective(e2e_s=1.0))
     whole = RunPeriod(run)
@@ -55,17 +55,17 @@ def test_rates_are_of_what_happened_in_each_phase_and_goodput_of_what_was_right_
         ("", {"error": "status 503"}, False),
     ],
 )
-def test_answers_are_judged_by_what_was_measured_in_milliseconds(objective, changes, is_kept):
+def test_objectives_compare_latencies_in_milliseconds(objective, changes, is_kept):
     assert parse_objective(objective).is_kept(record(**changes)) == is_kept
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=x", "itl=5", "ttft=0", "e2e=nan"])
-def test_objective_that_nobody_can_keep_is_refused(text):
+def test_impossible_objective_is_refused(text):
     with pytest.raises(ValueError):
         parse_objective(text)
 
 
-def test_page_shows_what_a_server_says_as_text(tmp_path):
+def test_page_escapes_errors_of_the_server(tmp_path):
     table = to_failure_table(result([record(error="</pre><script>[bold]")] * 3))
     show([table], page := tmp_path / "page.html")
     written = page.read_text()
@@ -73,7 +73,7 @@ def test_page_shows_what_a_server_says_as_text(tmp_path):
     assert "<script" not in written
 
 
-def test_file_comes_back_as_it_was_written(tmp_path):
+def test_file_is_read_back_unchanged(tmp_path):
     path = tmp_path / "run.json"
     run = result([record(ttft_s=0.05, itl_s=[0.01, 0.02]), record(error="x")], levels=(1.0, 2.0))
     run.save(path)

@@ -1,4 +1,4 @@
-"""`vlm loadtest` as a command: every kind of question, both loops, honest files and an honest exit code."""
+"""The command `vlm loadtest`: every kind of question, both loops, result files and exit codes."""
 
 import sys
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ def load(fake: FakeServer, *arguments: str) -> Done:
 
 
 def result_of(fake: FakeServer, tmp_path: Path, *arguments: str) -> tuple[Result, Done]:
-    """Of text requests without a failure."""
+    """Runs text requests without failures; returns the result."""
     path = tmp_path / "a.json"
     done = load(fake, "--profile", "text", "--json", str(path), *arguments)
     assert done.exit_code == 0, done.stderr
@@ -36,7 +36,7 @@ def result_of(fake: FakeServer, tmp_path: Path, *arguments: str) -> tuple[Result
 
 
 @in_one_round
-def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
+def test_every_kind_is_asked_in_a_closed_loop_and_reported(fake, tmp_path):
     fake.pieces = stream(pause_s=0.003)
     path, page = tmp_path / "a.json", tmp_path / "a.html"
     files = ["--json", str(path), "--html", str(page)]
@@ -56,14 +56,14 @@ def test_every_kind_is_asked_in_a_closed_loop_and_told(fake, tmp_path):
 
 
 def open_at_once(result: Result) -> list[int]:
-    """How many requests were on their way when each one was sent."""
+    """Returns the number of open requests at the time when each one was sent."""
     records = result.records
     return [sum(r.sent_at <= one.sent_at < r.ended_at for r in records) for one in records]
 
 
 @in_one_round
 def test_open_loop_does_not_wait_and_hides_no_waiting(fake, tmp_path):
-    """A server that answers after half a second still gets all of what arrives meanwhile."""
+    """A server that responds after half a second gets all requests that arrive meanwhile."""
     fake.pause_s = 0.5
     result, _ = result_of(fake, tmp_path, "--rate", "40", "--stream-ratio", "0")
     assert result.plan == Plan(loop="open", levels=(40.0,), duration_s=0.6, warmup_s=0.0)
@@ -104,7 +104,7 @@ def test_failures_above_the_limit_fail_the_run_and_a_busy_client_says_so(
     ],
     ids=["no server", "no locust"],
 )
-def test_what_is_missing_is_one_line(monkeypatch, spec, says):
+def test_a_missing_server_or_package_is_a_one_line_error(monkeypatch, spec, says):
     monkeypatch.setattr("loadtest.run.find_spec", spec)
     done = CliRunner().invoke(vlm.app, ["loadtest", "--host", "http://127.0.0.1:9"])
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
@@ -123,7 +123,7 @@ LINE = msgspec.json.encode(record()).decode()
         ("sys.exit('it broke')", "it broke"),
     ],
 )  # fmt: skip
-def test_driver_that_goes_wrong_ends_the_test_with_its_words(monkeypatch, code, message):
+def test_failed_driver_ends_the_test_with_its_message(monkeypatch, code, message):
     monkeypatch.setattr("loadtest.run.DRIVER", [sys.executable, "-c", SAYS + code])
     target = Target(url="http://127.0.0.1:9", model="mock")
     with pytest.raises(LoadTestError, match=message):
@@ -132,7 +132,7 @@ def test_driver_that_goes_wrong_ends_the_test_with_its_words(monkeypatch, code, 
 
 @in_one_round
 def test_request_without_an_answer_at_the_end_is_a_failure(fake, tmp_path):
-    """Each word comes within the time that a server may be silent, the last one too late."""
+    """Each word arrives within the timeout for silence, but the last one after the total timeout."""
     fake.pieces = stream(pause_s=0.2)
     path = tmp_path / "a.json"
     open_loop = ["--rate", "20", "--profile", "text", "--stream-ratio", "1", "--timeout", "0.3"]

@@ -1,4 +1,4 @@
-"""What is asked: the same for the same seed, new images that are new, conversations that continue."""
+"""Scenarios: equal questions for equal seeds, unique images, and conversations that continue."""
 
 import random
 
@@ -29,7 +29,7 @@ def test_same_seed_asks_the_same():
 
 @pytest.mark.parametrize("name", NEW)
 @pytest.mark.parametrize("model", ["mock", "shapes"])
-def test_what_is_new_is_new_in_every_run(name, model):
+def test_new_images_differ_between_runs(name, model):
     asked = [ask_many(name, album=create_album(model, run, 2_000)) for run in (1, 2)]
     images = [url for run in asked for question in run for url in urls(question)]
     texts = [repr(question.messages) for question in asked[0]]
@@ -38,7 +38,7 @@ def test_what_is_new_is_new_in_every_run(name, model):
     assert bool(images) == (name != "text")
 
 
-def test_conversation_goes_on_with_all_that_was_said_and_ends():
+def test_conversation_continues_with_its_history_and_ends():
     conversation, draw = Conversation(NoiseAlbum(0, 2_000)), random.Random(0)
     lengths, images = [], set()
     for turn in range(2 * MAX_TURNS):
@@ -52,6 +52,6 @@ def test_conversation_goes_on_with_all_that_was_said_and_ends():
     assert len(images) == 2
     waiting = [
         conversation.next_question(draw) for _ in range(2)
-    ]  # one that waits is not asked again
+    ]  # a waiting conversation is not asked again
     assert [len(each.messages) for each in waiting] == [1, 1]
     assert urls(waiting[0]) != urls(waiting[1])

@@ -1,4 +1,4 @@
-"""Third-party modules that the product imports are declared, and those of extras are not needed without them."""
+"""Third-party imports of the product are declared, and programs start without the packages of extras."""
 
 import ast
 import os
@@ -18,9 +18,9 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 PRODUCT = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
 OWN = {name.removesuffix(".py") for name in PRODUCT} | {"benchmarks"}
-#: torch for CUDA brings Triton; the plugin is loaded by vLLM, in its environment.
+#: torch for CUDA installs Triton; vLLM loads the plugin in its own environment.
 NOT_OURS = {"triton", "vllm"}
-#: What an installation without extras runs.
+#: Programs that must start without extras.
 PROGRAMS = (
     "vlm", "vlm_app", "gateway.main", "worker.main", "worker.node.serve", "worker.node.agent", "worker.node.ray_workers",
     "deploy.commands", "engines.mock.engine", "engines.mock_pooling.engine", "engines.application.engine",
@@ -29,7 +29,7 @@ PROGRAMS = (
 
 
 def top_level_imports(file: Path) -> Iterator[str]:
-    """The packages that a file imports when it is imported."""
+    """Returns the packages that a file imports at import time."""
     waiting: list[ast.AST] = [ast.parse(file.read_text())]
     while waiting:
         node = waiting.pop()

@@ -18,12 +18,12 @@ from tests.docs_tables import TABLES, fill
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TOP = {path.name for path in ROOT.iterdir()} - {".cache"}  # which runs fill
+TOP = {path.name for path in ROOT.iterdir()} - {".cache"}  # filled by test runs
 SETTINGS = {
     *(row.variable for row in rows(settings_classes())),
     *("VLM_CONFIG", KEY_VARIABLE, URL_VARIABLE),
 }
-#: `path/test_file.py::test_name`, `test_file.py::test_name`, or `::test_name` of the file before
+#: `path/test_file.py::test_name`, `test_file.py::test_name`, or `::test_name` in the file named before
 NAMED_TEST = re.compile(r"`([\w/]*test_\w+\.py)?(?:::(test_\w+))?`")
 TESTS = {
     f"/{path.relative_to(ROOT)}": set(re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.M))
@@ -33,7 +33,7 @@ METRIC_NAMES = {metric.name for metric in METRICS}
 
 
 def heading_ids(page: Path) -> set[str]:
-    """The anchors that GitHub gives headings."""
+    """Returns the anchors that GitHub generates for headings."""
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.+)$", prose, re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -44,7 +44,7 @@ def named(page: Path, pattern: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     for link in named(page, r"\]\(([^)\s]+)\)"):
         if link.startswith("http"):
             continue
@@ -84,7 +84,7 @@ def test_generated_tables_are_current(page):
     "page", [*PAGES, ROOT / "tests" / "findings.md"], ids=lambda page: page.name
 )
 def test_named_tests_exist(page):
-    """In the file that stands before the name, where one does."""
+    """A test name after a file name must be in that file."""
     for line in page.read_text().splitlines():
         file = ""
         for named, name in NAMED_TEST.findall(line):

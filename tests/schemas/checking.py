@@ -1,8 +1,8 @@
-"""Schemas with values that conform to them and values that do not, held against what an answer may be.
+"""Checks schemas with conforming and other values against the answers that their grammars allow.
 
-A schema goes the way of a request: the gateway's bounds, then the engine's compiler with its child
-process, for the tokens of the built-in model. A value conforms if its JSON can be written token by
-token, each allowed by the mask before it, and can end there.
+A schema passes the gateway's limits, then the engine's compiler with its child process, for the tokens of the
+built-in model. A value conforms if its JSON can be generated token by token, each allowed by the mask before it, and
+can end there.
 """
 
 import json
@@ -40,16 +40,16 @@ class Case:
 
 @dataclass
 class Result:
-    """What came of a schema and its values; values are told by their places."""
+    """The results of a schema and its values, which are given by their index."""
 
-    refusal: str = ""  #: why the schema was not taken
+    refusal: str = ""  #: reason of the refusal
     accepted: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)  #: the request ends with an error
+    failed: list[int] = field(default_factory=list)  #: the request ended with an error
 
 
 class Checker:
-    """Checks schemas as a worker with this tokenizer would take them."""
+    """Checks schemas as a worker with this tokenizer does."""
 
     def __init__(self) -> None:
         self.tokenizer = HfTokenizer(CHECKPOINT, None)
@@ -69,7 +69,7 @@ class Checker:
         return self._compiler.compile(grammar)
 
     def check(self, case: Case) -> Result:
-        """Whatever is not refused is followed."""
+        """Checks all values of a schema that is not refused."""
         result = Result()
         try:
             constraint = self.compile(case.schema)
@@ -80,7 +80,7 @@ class Checker:
         for place, (is_valid, data) in enumerate(case.tests):
             spellings = spell(data)
             try:
-                # One spelling of a value that conforms has to be taken; of another none may be.
+                # The first spelling of a conforming value must be accepted; of other values, no spelling.
                 tried = spellings[:1] if is_valid else spellings
                 is_accepted = any(self.follows(constraint, text) for text in tried)
             except ConstraintFailure:
@@ -90,14 +90,14 @@ class Checker:
         return result
 
     def follows(self, constraint: Constraint, text: str) -> bool:
-        """Whether an answer may be this text and end there. Raises: ConstraintFailure."""
+        """Returns whether the text is a complete answer. Raises: ConstraintFailure."""
         space = " " if self.tokenizer.drops_leading_space else ""
         return follows(
             constraint, [*self.tokenizer.encode(space + text), min(self.tokenizer.eos_token_ids)]
         )
 
     def draw(self, constraint: Constraint, random: Random, most_tokens: int) -> str | None:
-        """An answer of random tokens that the masks allow; None: it did not end."""
+        """Returns an answer of random allowed tokens; None if it did not end."""
         constraint, told = constraint.begin(), []
         while len(told) < most_tokens:
             bits = np.frombuffer(constraint.mask(told, 0), np.uint8)
@@ -113,14 +113,14 @@ class Checker:
 
 
 def follows(constraint: Constraint, token_ids: Sequence[int]) -> bool:
-    """Whether an answer may be these tokens. Raises: ConstraintFailure."""
+    """Returns whether the tokens are a complete answer. Raises: ConstraintFailure."""
     constraint = constraint.begin()
     masks = (constraint.mask(token_ids[:count], 0) for count in range(len(token_ids)))
     return all(m[i >> 3] >> (i & 7) & 1 for m, i in zip(masks, token_ids, strict=True))
 
 
 def spell(data: Any) -> list[str]:
-    """A value's JSON in several ways; the first is how models write it."""
+    """Returns a value's JSON in several spellings; the first is the usual one of models."""
     usual = json.dumps(data, ensure_ascii=False)
     compact = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     found = [usual, compact, json.dumps(data), _escape(compact)]
@@ -128,7 +128,7 @@ def spell(data: Any) -> list[str]:
 
 
 def _escape(text: str) -> str:
-    """JSON with the letters of its strings as numbers, where they have no other escapes."""
+    """Escapes the letters of strings in JSON, if the strings have no other escapes."""
 
     def to_numbers(found: re.Match[str]) -> str:
         return re.sub("[A-Za-z]", lambda letter: f"\\u{ord(letter[0]):04x}", found[0])
@@ -145,7 +145,7 @@ def _is_text(text: str) -> bool:
 
 
 def _reason_of(message: str, param: str | None) -> str:
-    """A refusal without what stands in this schema alone; it names the field, or this fails."""
+    """Returns a refusal without the parts of this schema; fails if it does not name the field."""
     assert param is not None
     assert param.startswith(PARAM)
     assert message.startswith(f"Invalid value for {param}: ")

@@ -1,4 +1,4 @@
-"""Schemas, patterns and grammars that take for ever or all memory, lead elsewhere, or are none."""
+"""Schemas, patterns and grammars that need unlimited time or memory, reference other files, or are invalid."""
 
 from typing import Any
 

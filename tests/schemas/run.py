@@ -2,9 +2,9 @@
 
     python -m tests.schemas.run [--sample 200] [NAME ...]
 
-`MASKBENCH` names a checkout of github.com/guidance-ai/jsonschemabench; without it that repository is
-cloned into `.cache`. Nothing of it is kept here: its schemas come from many places, with licences of
-their own or none. Ends with 1 if a value that does not conform to its schema is accepted.
+`MASKBENCH` names a checkout of github.com/guidance-ai/jsonschemabench; by default the repository is cloned into
+`.cache`. It is not copied into this project, because its schemas have various licenses or none. Exits with 1 if a
+value that does not conform to its schema is accepted.
 """
 
 import argparse
@@ -25,14 +25,14 @@ HOME = ROOT / ".cache" / "maskbench"
 
 
 def find_files() -> list[Path]:
-    """The files of MaskBench, in the order of their names' hashes."""
+    """Returns the files of MaskBench, ordered by the hashes of their names."""
     checkout = Path(os.environ["MASKBENCH"]) if "MASKBENCH" in os.environ else clone()
     files = (checkout / "maskbench" / "data").glob("*.json")
     return sorted(files, key=lambda path: hashlib.sha256(path.name.encode()).digest())
 
 
 def clone() -> Path:
-    """The repository at that commit."""
+    """Clones the repository at the pinned commit."""
     if not HOME.exists():
         part = HOME.with_name("maskbench.part")
         part.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def main() -> int:
     wish = parser.parse_args()
     files = [path for path in find_files() if not wish.names or path.stem in wish.names]
     refusals: Counter[str] = Counter()
-    #: By whether they conform, and what came of them.
+    #: Results by whether the value conforms.
     values: dict[tuple[bool, str], list[str]] = defaultdict(list)
     checker = Checker()
     for path in files[: wish.sample]:

@@ -1,7 +1,7 @@
-"""Schemas that others wrote, with values that conform and values that do not: none of the latter is accepted.
+"""Published schemas with conforming and other values: no other value is accepted.
 
-`suite.jsonl` has the JSON Schema Test Suite, draft 2020-12, as in the sdist of jsonschema 4.25.1 (json/tests): a line is a
-group, with its name, its schema, and values with whether they conform. `make schemas` checks MaskBench.
+`suite.jsonl` is the JSON Schema Test Suite, draft 2020-12, from the sdist of jsonschema 4.25.1 (json/tests). Each line
+is a group: its name, its schema, and values with whether they conform. `make schemas` checks MaskBench.
 """
 
 import json
@@ -14,14 +14,14 @@ import pytest
 
 from tests.schemas.checking import Case, Checker, Result
 
-#: Measured: 187 of 438 schemas are taken. Most of the others are there for keywords that are refused.
+#: Measured: 187 of 438 schemas are accepted. Most others test keywords that are refused.
 LEAST_TAKEN = 180
-#: Measured: 48 of 534 values that conform to one of them are not accepted. They are numbers and objects that a schema
-#: names and that are spelled otherwise (1.0 for 1, another order), objects with members that no schema names, leap
-#: seconds, rare addresses, control characters; and values that break a `format`, which the suite takes for a remark.
+#: Measured: 48 of 534 values that conform to one of them are not accepted: numbers and objects in another spelling
+#: (1.0 for 1, another order), properties that the schema does not name, leap seconds, rare addresses, control
+#: characters, and values that violate a `format`, which the suite treats as an annotation.
 MOST_REJECTED = 50
 
-#: `jsonschema` reads patterns as Python does, and divides floating-point numbers.
+#: `jsonschema` applies patterns with Python's syntax, and divides floating-point numbers.
 NOT_FOR_THE_ORACLE = ("optional/ecmascript-regex", "multipleOf---by small number")
 
 
@@ -50,11 +50,11 @@ def values(results: list[tuple[Case, Result]], what: str, *, is_valid: bool) -> 
     ]
 
 
-def test_no_value_is_accepted_that_does_not_conform(results):
+def test_no_nonconforming_value_is_accepted(results):
     assert values(results, "accepted", is_valid=False) == []
 
 
-def test_what_is_taken_is_taken_for_most_values_that_conform(results):
+def test_most_conforming_values_are_accepted(results):
     assert sum(not result.refusal for _, result in results) >= LEAST_TAKEN
     assert len(values(results, "rejected", is_valid=True)) <= MOST_REJECTED
     assert [case.name for case, result in results if result.failed] == []

@@ -1,3 +1,3 @@
-"""The package must be imported before transformers, which imports torchvision."""
+"""Imports the package before transformers, which imports torchvision."""
 
 import engines.torch_backend  # noqa: F401

@@ -1,4 +1,4 @@
-"""The package must be imported before transformers, which imports torchvision."""
+"""Imports the package before transformers, which imports torchvision."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from benchmarks.engine import machine
 from benchmarks.make_checkpoint import make_checkpoint
 
 torch.set_num_threads(1)
-#: What a machine can do is measured with little work.
+#: The speed of the machine is measured with a small matrix.
 machine._MATRIX_SIDE["cpu"] = 64
 
 

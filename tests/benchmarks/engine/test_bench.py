@@ -1,4 +1,4 @@
-"""The benchmark counts what is computed, and reports every cell that was asked for."""
+"""The engine benchmark counts operations correctly and reports every requested cell."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,20 +22,20 @@ from tests.factories_torch import make_model_pair, make_pixels, make_runner, mak
 
 @contextmanager
 def count_operations() -> Iterator[FlopCounterMode]:
-    """Fused attention is one operation that torch cannot count; its plain form is products."""
+    """torch cannot count fused attention, but its plain form consists of matrix products."""
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         yield counter
 
 
 @pytest.mark.parametrize("changes", [{}, {"vision_feature_layers": (-1, -2)}])
-def test_operations_of_an_image_are_those_that_torch_counts(changes):
+def test_operations_of_an_image_equal_those_counted_by_torch(changes):
     pair = make_model_pair(make_vlm_config(**changes))
     with count_operations() as counter, torch.no_grad():
         pair.ours.encode_images(make_pixels(0)[None])
     assert counter.get_total_flops() == image_flops(pair.config)
 
 
-def test_operations_of_a_decode_step_are_those_that_torch_counts():
+def test_operations_of_a_decode_step_equal_those_counted_by_torch():
     pair = make_model_pair(make_vlm_config())
     runner = make_runner(pair)
     sequence = Sequence("a", list(range(6)), 6, SamplingParams(temperature=0))
@@ -49,7 +49,7 @@ def test_operations_of_a_decode_step_are_those_that_torch_counts():
     assert counter.get_total_flops() == work.num_flops
 
 
-def test_bytes_of_a_step_are_weights_once_and_the_context_of_each_sequence():
+def test_bytes_of_a_step_are_weights_and_contexts():
     config = make_vlm_config(text={"tie_word_embeddings": True})
     pair = make_model_pair(config)
     cost = ModelCost(pair.ours, torch.bfloat16)
@@ -58,7 +58,7 @@ def test_bytes_of_a_step_are_weights_once_and_the_context_of_each_sequence():
     head = decoder.embed_tokens.weight.nbytes
     chunk = Sequence("a", [1] * 9, 9, SamplingParams())
     whole = Sequence("b", [1] * 7, 7, SamplingParams())
-    per_token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, their width, bfloat16
+    per_token = 2 * 2 * 2 * 8 * 2  # keys and values, layers, heads, width, bytes of bfloat16
     first = cost.step(Batch([ScheduledSequence(chunk, 5)]), 0)
     both = cost.step(Batch([ScheduledSequence(chunk, 5), ScheduledSequence(whole, 7)]), 0)
     assert first.num_bytes == weights + 5 * per_token
@@ -90,7 +90,7 @@ def test_every_cell_is_measured_and_printed(tiny, capsys):
     rows = bench.run_all()
     names = ("decode", "prefill", "image", "mixed")
     assert [(row.scenario, row.batch_size) for row in rows] == [*product(names, (1, 3))]
-    limits = [10 * bench.machine.bytes_per_s, 10 * bench.machine.flops_per_s]  # measured while busy
+    limits = [10 * bench.machine.bytes_per_s, 10 * bench.machine.flops_per_s]  # not measured idle
     for row in rows:
         for each in row.runs:
             assert 0 < each.roofline_ratio(*limits) < 1
@@ -120,7 +120,7 @@ def test_figures_of_the_largest_batch_are_written_for_a_plan(tiny, tmp_path):
         run(replace(options, scenarios=("image",)), figures=path)
 
 
-def test_streams_are_slowed_by_what_their_gaps_grow_beside_a_late_prompt():
+def test_the_slowdown_is_the_growth_of_gaps_beside_a_prompt():
     times = {"a": [1.0, 2.0, 3.0, 4.5, 6.5]}
     run = Run(6.5, times, 20, 1, [], late_at=3.0)
     assert run.slowdown == 2.0

@@ -1,4 +1,4 @@
-"""The comparison with peers: the timed work is really computed."""
+"""The comparison with other engines: the timed work is really computed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The lean client: keeps its connections busy, counts complete answers only, refuses every other."""
+"""The benchmark client uses all its connections and counts only complete and correct answers."""
 
 import base64
 import io

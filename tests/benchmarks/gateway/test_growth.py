@@ -1,4 +1,4 @@
-"""Redis's CPU for running requests stays within its bound, measured for a tenth of the fleet that it is for."""
+"""Redis's CPU time for running requests is within its bound, measured with a tenth of the intended fleet size."""
 
 from benchmarks.gateway.growth import measure_costs
 from shared.settings.tree import WorkerSettings

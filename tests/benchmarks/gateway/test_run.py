@@ -1,4 +1,4 @@
-"""The benchmark runs the real way and the bare endpoint, says what each costs, and counts no wrong answer."""
+"""The gateway benchmark measures the fleet and a bare endpoint, reports their costs, and rejects wrong answers."""
 
 import io
 import subprocess
@@ -29,14 +29,14 @@ from benchmarks.gateway.server import write_fleet_figures
 from deploy.capacity import read_figures
 from tests.waiting import wait_for
 
-#: CPU time per request, fleet to bare endpoint: three times what it is on a quiet machine. Rates depend on other work.
+#: CPU time per request, fleet to bare endpoint: three times that of a quiet machine. Rates depend on other processes.
 MAX_CPU_RATIO = 24
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def one_fleet() -> Iterator[None]:
-    """The fleet of this checkout with the default settings is started once."""
+    """Starts the fleet of this checkout with default settings only once."""
     with run_vlm_fleet() as fleet, pytest.MonkeyPatch.context() as patch:
 
         def run(
@@ -69,14 +69,14 @@ def test_two_checkouts_are_measured_alternately():
     assert len(measured) == 2
     for found in measured.values():
         one, two = (min(min(each.latencies_s) for each in turns) for turns in found.values())
-        assert 0.1 < two / one < 10  # of a checkout and itself
+        assert 0.1 < two / one < 10  # of one checkout and itself
 
 
 def test_tables_fit_a_terminal_of_80_columns_and_a_pipe():
     ours, theirs = results(0.002, 0.004, 0.009), results(0.001, 0.004, 0.006)
     cell = Cell("text, streamed", [], True, 32)
     [table] = to_tables({cell: {BARE: theirs, FLEET: ours}})
-    assert list(table.columns[5].cells) == ["", "1.500\n1.00-2.00"]  # adjacent: 2, 1 and 1.5
+    assert list(table.columns[5].cells) == ["", "1.500\n1.00-2.00"]  # pairs in order: 2, 1 and 1.5
     out = io.StringIO()
     Console(file=out, width=80).print(table)
     assert "\u2026" not in out.getvalue()

@@ -1,4 +1,4 @@
-"""Pictures of other worlds, drawn for the tests: seven sorts as training draws some, seven that it never drew."""
+"""Pictures outside the image world: seven kinds that training draws in another way, and seven that it never draws."""
 
 import math
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def gradient(rng: Random) -> Image.Image:
 
 
 def texture(rng: Random) -> Image.Image:
-    """Noise of one scale, in two colors, as of cloth or sand."""
+    """Two-colored noise of one scale, like cloth or sand."""
     generator = np.random.default_rng(rng.randrange(2**32))
     coarse = Image.fromarray((255 * generator.random((40, 40))).astype(np.uint8)).resize(
         (300, 300), Image.Resampling.BILINEAR
@@ -136,7 +136,7 @@ def seaside(rng: Random) -> Image.Image:
 
 
 def rendering(rng: Random) -> Image.Image:
-    """Spheres on a checked floor, ray traced."""
+    """Ray-traced spheres on a checkered floor."""
     side = 200
     y, x = np.mgrid[0:side, 0:side] / side - 0.5
     ray = np.stack([x, -y, np.ones_like(x)], axis=-1)

@@ -1,4 +1,4 @@
-"""Three drawing programs that know the words of the image world and nothing of `render`."""
+"""Three drawing programs for scenes of the image world, which share no code with `render`."""
 
 import math
 from random import Random
@@ -9,7 +9,7 @@ from training.shapes.world import PLACES, Scene
 
 
 def draw_plainly(scene: Scene, rng: Random) -> Image.Image:
-    """256 by 256 pixels, CSS colors, hard edges, shapes in the middle of their ninths."""
+    """256 by 256 pixels, CSS colors, hard edges, shapes centered in their cells."""
     image = Image.new("RGB", (256, 256), scene.background)
     pen = ImageDraw.Draw(image)
     for shape in scene.shapes:
@@ -35,7 +35,7 @@ def draw_smoothly(scene: Scene, rng: Random) -> Image.Image:
 
 
 def draw_framed(scene: Scene, rng: Random) -> Image.Image:
-    """Wide or high, with a frame and gradients, three times supersampled."""
+    """Landscape or portrait, with a frame and gradients, three times supersampled."""
     width, height = rng.choice(((360, 200), (300, 220), (250, 250), (210, 320), (480, 300)))
     inner = 3 * width, 3 * height
     shorter = min(inner)
@@ -60,7 +60,7 @@ _FRAMES = ("black", "saddlebrown", "dimgray", "gold", "navy")
 
 
 def _graded(size: tuple[int, int], color: str, end: float, rng: Random) -> Image.Image:
-    """A color that is `end` times as bright at the lower or upper end."""
+    """Returns a color gradient whose brightness is multiplied by `end` at the lower or upper edge."""
     plain = Image.new("RGB", size, color)
     grade = Image.linear_gradient("L").resize(size)
     if rng.random() < 0.5:
@@ -69,7 +69,7 @@ def _graded(size: tuple[int, int], color: str, end: float, rng: Random) -> Image
 
 
 def draw_as_a_stranger(scene: Scene, rng: Random) -> Image.Image:
-    """By any of the three."""
+    """Draws with one of the three programs."""
     return rng.choice((draw_plainly, draw_smoothly, draw_framed))(scene, rng)
 
 

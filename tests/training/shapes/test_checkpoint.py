@@ -1,4 +1,4 @@
-"""The checkpoint that is shipped loads with plain transformers and answers rightly."""
+"""The shipped checkpoint loads with transformers and answers correctly."""
 
 import engines.torch_backend  # noqa: F401  isort: skip  before transformers imports torchvision
 
@@ -29,7 +29,7 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def answerer() -> Any:
-    torch.set_num_threads(1)  # of the process, also for the tests behind it
+    torch.set_num_threads(1)  # for the process, also for later tests
     return pipeline("image-text-to-text", model=str(CHECKPOINT), dtype="float32", device="cpu")
 
 
@@ -62,12 +62,12 @@ def test_images_are_prepared_as_in_training(answerer):
     )
     levels = (pixels.permute(1, 2, 0) * std + mean) * 255
     expected = torch.from_numpy(to_input(image).copy()).float()
-    assert (levels - expected).abs().max() < 1.01  # transformers may resize with torchvision
+    assert (levels - expected).abs().max() < 1.01  # transformers can resize with torchvision
 
 
 @pytest.mark.parametrize("draw", few([draw_plainly, draw_smoothly, draw_framed], [draw_framed]))
-def test_it_answers_strangers(answerer, draw):
-    """Drawn by other programs than those of training. The goals are in `tests/e2e/test_accuracy.py`."""
+def test_it_answers_about_images_of_other_programs(answerer, draw):
+    """Drawn by other programs than those of training. `tests/e2e/test_accuracy.py` has the goals."""
     cases = make_cases(2, draw, seed=7)
     score = Score([(case, ask(answerer, case.messages)) for case in cases])
     assert score.accuracy() > FLOOR

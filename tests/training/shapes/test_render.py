@@ -1,4 +1,4 @@
-"""Images show what their scene says, whatever program draws them."""
+"""Rendered images match their scenes in every style."""
 
 from dataclasses import replace
 from random import Random
@@ -12,7 +12,7 @@ from training.shapes.world import PLACES, Scene, Shape, sample_scene
 
 
 def foreground(image: Image.Image, scene: Scene) -> np.ndarray:
-    """Where the image differs from its background. Shapes: bool (H, W)."""
+    """Returns where the image differs from its background. Shapes: bool (H, W)."""
     levels = np.asarray(image, dtype=int)
     background = np.median(levels.reshape(-1, 3), axis=0)
     return np.abs(levels - background).max(-1) > 40
@@ -38,7 +38,7 @@ def test_in_any_style_shapes_stay_in_their_places(seed):
 
 
 @pytest.mark.parametrize("size", DIAMETERS)
-def test_sizes_are_what_the_words_say(size):
+def test_sizes_match_their_words(size):
     for seed in range(20):
         image = render(Scene("white", (Shape("circle", "red", size, "center"),)), Random(seed))
         width = foreground(image, Scene("white", ())).any(0).sum() / image.width

@@ -1,4 +1,4 @@
-"""The tokenizer spells everything, and packs conversations as the chat template does."""
+"""The tokenizer encodes any text, and packs conversations like the chat template."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def tokenizer():
     return PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
 
 
-def test_a_packed_conversation_reads_as_the_chat_template_writes_it(tokenizer):
+def test_a_packed_conversation_equals_the_chat_template(tokenizer):
     encoder = Encoder(tokenizer)
     packed = [
         *encoder.opening("Be brief."),

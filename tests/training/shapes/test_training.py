@@ -1,4 +1,4 @@
-"""Fine-tuning learns from lessons, and writes what `export` reads."""
+"""Fine-tuning reduces the loss, and saves checkpoints that `export` reads."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ CHECKPOINT = Path("engines/packages/shapes/checkpoint")
 
 
 def make_learner() -> Learner:
-    """Of a model with one narrow layer of each sort, as wide as the code book is long."""
+    """Returns a learner of a narrow model with one layer of each kind."""
     config = LlavaConfig.from_pretrained(CHECKPOINT)
     for part, width in ((config.vision_config, 48), (config.text_config, 80)):
         part.hidden_size = part.intermediate_size = width
@@ -34,7 +34,7 @@ def make_learner() -> Learner:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    """The lessons of a small album."""
+    """Returns the lessons of a small album."""
     album = Album(Random(0))
     album.draw(4, 4, 2)
     return make_batch(album, Encoder(PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)), 5)
@@ -49,7 +49,7 @@ def test_learning_lowers_the_loss_and_the_average_follows(batch: Batch):
         assert trainer.average.module.eval()(batch)[0] < 0.9 * losses[0]
 
 
-def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):
+def test_the_saved_model_is_averaged_and_loads(tmp_path: Path):
     finetuned, mixed = tmp_path / "finetuned", tmp_path / "mixed"
     shutil.copytree(CHECKPOINT, finetuned)
     model = LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
@@ -65,7 +65,7 @@ def test_what_is_saved_is_averaged_and_loads(tmp_path: Path):
         torch.testing.assert_close(weight, expected, atol=1e-2, rtol=1e-2)
 
 
-def test_branches_see_what_is_shared_and_themselves_only():
+def test_branches_attend_to_the_shared_part_and_themselves_only():
     mask = who_sees_whom(torch.tensor([[0, 0, 1, 1, 2, 2, -1]]))[0, 0]
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0, 0, 0],

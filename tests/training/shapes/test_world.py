@@ -1,4 +1,4 @@
-"""Scenes keep to the rules of the image world; questions read like a person's and carry the right answer."""
+"""Scenes follow the rules of the image world; questions are varied and have the right answer."""
 
 from random import Random
 
@@ -9,8 +9,8 @@ from training.shapes.questions import SINGLE_TOPICS, Asker, ask_about_pair
 from training.shapes.world import MAX_SHAPES, Scene, Shape, sample_scene
 
 
-def test_sampled_scenes_are_varied_and_lawful():
-    scenes = [sample_scene(Random(seed)) for seed in range(300)]  # an unlawful one raises
+def test_sampled_scenes_are_varied_and_valid():
+    scenes = [sample_scene(Random(seed)) for seed in range(300)]  # raises for an invalid scene
     assert {len(scene.shapes) for scene in scenes} == set(range(MAX_SHAPES + 1))
     assert len(set(scenes)) > 250
 
@@ -38,7 +38,7 @@ def test_every_image_of_a_conversation_is_shown_once():
 def test_images_are_the_same_only_if_every_word_is():
     smaller = Scene("white", (Shape("star", "red", "small", "top left"),))
     larger = Scene("white", (Shape("star", "red", "large", "top left"),))
-    for seed in range(40):  # some questions are for differences
+    for seed in range(40):  # some seeds ask for differences
         same, other = (
             ask_about_pair("same", smaller, each, Random(seed)) for each in (smaller, larger)
         )

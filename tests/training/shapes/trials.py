@@ -1,6 +1,6 @@
-"""A second generator of questions, which training never imports: own words, own pictures, own clips.
+"""A second generator of questions with its own phrasings, pictures and clips, which training never imports.
 
-A trial is a request and a check of its answer. The goals are in `tests/e2e/test_goals.py`. Trials are created one at a
+A trial is a request and a check of its answer. `tests/e2e/test_goals.py` has the goals. Trials are created one at a
 time, because drawing images is slow.
 """
 
@@ -35,7 +35,7 @@ class Reply:
 
     @classmethod
     def of(cls, text: str | None, calls: Iterable[Any], num_tokens: int) -> "Reply":
-        """What OpenAI's client gives."""
+        """Creates a reply from the fields of OpenAI's client."""
         called = ((call.function.name, json.loads(call.function.arguments)) for call in calls)
         return cls((text or "").strip(), tuple(called), num_tokens)
 
@@ -48,7 +48,7 @@ class Trial:
     expected: object = ""
     schema: dict[str, Any] | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    kind: str = ""  #: of a foreign picture
+    kind: str = ""  #: kind of a foreign picture
 
 
 def _says(images: tuple[Image.Image, ...], question: str, *answers: str, **more: Any) -> Trial:
@@ -56,7 +56,7 @@ def _says(images: tuple[Image.Image, ...], question: str, *answers: str, **more:
 
 
 def _few(scene: Scene) -> bool:
-    """Every shape can be named: no kind twice, no color twice."""
+    """Returns whether every shape has a unique kind and a unique color."""
     kinds, colors = [s.kind for s in scene.shapes], [s.color for s in scene.shapes]
     return len(set(kinds)) == len(kinds) > 1 and len(set(colors)) == len(colors)
 
@@ -140,7 +140,7 @@ NATURAL = (
 )  # fmt: skip
 
 
-#: Written without knowing the phrasings of training, which they have not changed.
+#: Written without knowledge of training's phrasings, which were not adapted to them.
 LATER = (
     ("I am blind, so please put this picture into words for me.", "{all}"), ("What's going on in this image?", "{all}"),
     ("Tell me everything that you see.", "{all}"), ("can u discribe the pic plz", "{all}"),
@@ -193,7 +193,7 @@ LATER = (
 
 
 def _as_people_ask(name: str, phrasings: Sequence[tuple[str, str]], index: int) -> Trial:
-    """A question as people put it, about its own scene."""
+    """Returns a natural question about its own scene."""
     question, answer = phrasings[index % len(phrasings)]
     rng = Random(f"{name}/{index}")
     scene = _scene(rng)
@@ -215,7 +215,7 @@ def _with_articles(text: str) -> str:
 
 
 def draw_wide(scene: Scene, rng: Random) -> Image.Image:
-    """1.6 to 2.2 times as wide as high, or as high as wide; three times supersampled."""
+    """1.6 to 2.2 times as wide as high, or the reverse; three times supersampled."""
     short, ratio = rng.randint(120, 240), rng.uniform(1.6, 2.2)
     size = (round(short * ratio), short) if rng.random() < 0.7 else (short, round(short * ratio))
     image = Image.new("RGB", (3 * size[0], 3 * size[1]), scene.background)
@@ -279,7 +279,7 @@ ABOUT_FOREIGN = (
 
 
 def talk(index: int) -> Trial:
-    """Small talk, without a picture and with one of the image world."""
+    """Small talk, without an image and with one of the image world."""
     number, has_image = divmod(index, 2)
     rng = Random(f"talk/{number}")
     images = (draw_as_a_stranger(_scene(rng), rng),) if has_image else ()
@@ -290,7 +290,7 @@ PER_KIND = 10
 
 
 def foreign_picture(index: int) -> Trial:
-    """Two questions about each of the pictures."""
+    """Two questions about each picture."""
     number, of_kind = divmod(index, PER_KIND)
     kind, draw = [*FOREIGN.items()][number]
     image = draw(Random(f"{kind}/{of_kind // 2}"))
@@ -383,7 +383,7 @@ OTHER_TEXTS = (
 
 
 def in_other_json(index: int) -> Trial:
-    """Schemas of other worlds: short values, whatever they are."""
+    """Other schemas, for which any short values are right."""
     rng = Random(f"other json/{index}")
     schema = OTHER_SCHEMAS[index % len(OTHER_SCHEMAS)]
     images = (draw_as_a_stranger(_scene(rng), rng),) if index % 2 else ()
@@ -463,7 +463,7 @@ def _calls(
     tools: tuple[dict[str, Any], ...],
     call: tuple[str, Any],
 ) -> Trial:
-    """`tools` may name one twice."""
+    """`tools` can contain a tool twice."""
     given = tuple({id(tool): tool for tool in tools}.values())
     return Trial(images, question, lambda reply: reply.calls == (call,), call, tools=given)
 
@@ -472,7 +472,7 @@ def _calls(
 
 
 def clip(index: int) -> Trial:
-    """Four frames in which a shape glides, jumps, comes or goes."""
+    """Four frames in which a shape moves, jumps, appears or disappears."""
     rng = Random(f"clips/{index}")
     while True:
         scene = _scene(rng)
@@ -524,7 +524,7 @@ def clip(index: int) -> Trial:
 
 
 class _Camera:
-    """Draws all frames of a clip alike."""
+    """Draws all frames of a clip with the same parameters."""
 
     def __init__(self, rng: Random) -> None:
         self.side = rng.randint(160, 400)
@@ -551,7 +551,7 @@ def _each(make: Callable[[int], Trial], indices: Iterable[int]) -> list[Callable
     return [partial(make, index) for index in indices]
 
 
-#: What makes the trials of each goal.
+#: Functions that create the trials of each goal.
 ALL: dict[str, list[Callable[[], Trial]]] = {
     "natural phrasings": _each(partial(_as_people_ask, "natural", NATURAL), range(200)),
     "later phrasings": _each(partial(_as_people_ask, "later", LATER), range(len(LATER))),

@@ -1,4 +1,4 @@
-"""Queries are true of the scenes that they were made for."""
+"""Queries are true for the scenes that they were created for."""
 
 from random import Random
 
@@ -37,11 +37,11 @@ def test_a_query_is_true_of_its_scene(kind):
     ],
     ids=lambda value: value.text if isinstance(value, Query) else "",
 )
-def test_what_is_true(query, is_true):
+def test_the_truth_of_queries(query, is_true):
     assert query.holds_of(encode(TWO_STARS)[None]).tolist() == [is_true]
 
 
-def test_precision_is_that_of_the_order():
+def test_precision_is_computed_from_the_order():
     scenes = [
         TWO_STARS,
         Scene("black", (Shape("ring", "red", "large", "center"),)),

@@ -1,4 +1,4 @@
-"""What trains is what is shipped, and training learns."""
+"""Training updates the layers that the shipped checkpoint contains, and reduces the loss."""
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
 
@@ -43,7 +43,7 @@ def test_a_few_steps_lower_the_loss_and_the_frozen_layers_stay(student):
 
 
 @torch.no_grad()
-def test_vectors_are_those_of_transformers(student):
+def test_vectors_equal_those_of_transformers(student):
     shown = render_group(Random(5))
     album = Album(Random(5))
     album.draw(1, 0, 0)
