@@ -307,7 +307,7 @@ def test_no_answer_freezes_the_page(page: ChatPage):
         assert (length_s < 5, num_elements < 10_000, is_whole) == (True, True, True), (name, shown)
 
 
-def test_markdown_of_answers_becomes_elements_and_never_code(page: ChatPage):
+def test_markdown_of_answers_becomes_elements_without_scripts(page: ChatPage):
     markup = "<img src=x onerror=alert(1)><b>bold</b>"
     page.answer_to(markup)
     assert page.find(".question .text").text == markup

@@ -112,7 +112,7 @@ def llama_index() -> dict[str, Check]:
     client = OpenAIEmbedding(model_name=MODEL, api_base=f"{URL}/v1", api_key="none")
 
     def embed() -> None:
-        """Also with more texts than fit in a request: the vector of a text does not depend on the others."""
+        """Includes more texts than fit in a request: the vector of a text does not depend on the others."""
         texts = [f"text {number} of many" for number in range(300)]
         vectors = client.get_text_embedding_batch(texts)
         [alone] = client.get_text_embedding_batch(texts[-1:])

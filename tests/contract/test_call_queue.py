@@ -310,7 +310,7 @@ async def test_one_worker_per_interval_scans_for_expired_leases(opened):
     await until(lambda: workers[2].take_scan(60.0))
 
 
-async def test_a_call_that_loses_its_workers_is_given_up(opened):
+async def test_a_call_that_loses_its_workers_fails(opened):
     envelope = await submit(opened)
     worker = await join(opened, "a")
     claim = await claim_one(worker)

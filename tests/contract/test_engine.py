@@ -565,7 +565,7 @@ def test_every_step_counts(case: Case):
     assert engine.stats().num_running + engine.stats().num_waiting == 0
 
 
-def test_close_may_be_repeated_with_work_left(case: Case):
+def test_close_is_idempotent_with_unfinished_requests(case: Case):
     engine = case.start()
     add(engine, case.call())
     engine.step()
@@ -652,7 +652,7 @@ async def test_a_prompt_of_token_ids_is_scored_as_lm_eval_asks(
         assert less["token_logprobs"][1:] == pytest.approx(more["token_logprobs"][1:-1], abs=1e-4)
 
 
-async def test_a_client_that_leaves_frees_the_engine(case: Case, ends: Ends, redis_server):
+async def test_a_disconnected_client_frees_the_engine(case: Case, ends: Ends, redis_server):
     async with served(case, ends, redis_server) as (gateway, running):
         running.engine.gate.clear()
         client = asyncio.create_task(case.ask(gateway))

@@ -565,7 +565,7 @@ async def test_unsupported_fields_are_refused_unless_they_are_no_ops(speaker):
 SIMPLE_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "")
 
 
-async def test_a_page_cannot_send_a_body_without_a_preflight(speaker, worker):
+async def test_pages_cannot_send_a_body_without_a_preflight(speaker, worker):
     body = json.dumps(speaker.body())
     for media_type in SIMPLE_TYPES:
         for header in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}):

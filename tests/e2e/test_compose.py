@@ -63,7 +63,7 @@ def test_the_mock_replaces_the_worker_and_its_image():
     assert service["environment"].keys() <= SERVICES[name]["environment"].keys()
 
 
-def test_no_password_has_a_default_and_make_gives_each(tmp_path):
+def test_no_password_has_a_default_and_make_generates_each(tmp_path):
     made = tmp_path / ".env"
     shutil.copy(ROOT / "Makefile", tmp_path)
     command = ["make", ".env", f"PYTHON={sys.executable}"]

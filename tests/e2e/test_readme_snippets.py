@@ -41,7 +41,7 @@ def test_the_curl_that_serve_prints_answers(shapes_fleet):
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
+def test_the_make_command_of_the_readme_starts_a_fleet(tmp_path):
     """Installation is skipped: its stamp counts as new."""
     [command] = re.findall(r"^(make serve) ", README, re.M)
     options = ["-o", ".venv/.installed", f"BIN={Path(sys.executable).parent}"]
@@ -50,7 +50,7 @@ def test_the_make_of_the_readme_starts_a_fleet(tmp_path):
         assert client.get("/readyz").status_code == 200
 
 
-def test_the_deployments_of_the_readme_are_those_of_the_tutorial():
+def test_the_deployments_of_the_readme_are_in_the_tutorial():
     """`test_doc_pages.py` runs those of the tutorial."""
     tutorial = (ROOT / "docs" / "tutorial.md").read_text().splitlines()
     commands = block("bash", r"\.venv/bin/vlm deploy ").replace(".venv/bin/", "").splitlines()

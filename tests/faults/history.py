@@ -17,7 +17,7 @@ LATEST_END_S = 2.0  #: after the deadline
 
 @dataclass(slots=True)
 class Seen:
-    """What a client received for its request. Instants are of `time.monotonic`."""
+    """The response that a client received. Instants are of `time.monotonic`."""
 
     deadline: float
     expected: Sequence[str]  #: the complete, uninterrupted answer

@@ -294,7 +294,7 @@ def test_disabled_kernels_change_no_answer(
 @pytest.mark.parametrize(
     "sampling", [{"top_p": 0.9, "top_k": 50}, {"num_logprobs": 3}, {}], ids=str
 )
-def test_graphs_sample_what_is_sampled_without(tiny: Path, sampling: dict[str, Any]) -> None:
+def test_graphs_sample_the_same_tokens(tiny: Path, sampling: dict[str, Any]) -> None:
     found = []
     for off in ((), ("cuda_graph",)):
         loaded = load(tiny, "cuda", disabled_ops=off)

@@ -86,7 +86,7 @@ def test_wrong_and_broken_answers_are_failures(fake):
 
 
 @pytest.mark.parametrize(("num_failed", "limit", "code"), [(1, 0.1, 0), (2, 0.1, 1), (10, 1.0, 1)])
-def test_failures_above_the_limit_fail_the_run_and_a_busy_client_says_so(
+def test_failures_above_the_limit_fail_the_run_and_a_busy_client_warns(
     monkeypatch, capsys, num_failed, limit, code
 ):
     made = result([record(error="x" * (number < num_failed)) for number in range(10)])

@@ -58,7 +58,7 @@ def test_every_imported_package_is_a_declared_dependency():
     assert missing == set()
 
 
-def test_programs_start_with_the_dependencies_alone(tmp_path):
+def test_programs_start_with_only_the_dependencies(tmp_path):
     base = closure(requirements_of(PROJECT["dependencies"]))
     hidden = hide(tmp_path, modules_without(base))
     done = subprocess.run(

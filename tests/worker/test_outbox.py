@@ -103,7 +103,7 @@ async def test_dropped_events_and_events_after_the_end_are_not_published():
     assert [publication.claim for publication in await outbox.take()] == [other.claim]
 
 
-async def test_a_request_that_fails_ends_alone_after_its_tokens():
+async def test_a_failed_request_ends_alone_after_its_tokens():
     broken, full, other, outbox = make_active(), make_active(), make_active(), Outbox()
     outbox.post(broken, [EngineOutput(broken.engine_id, finish_reason=FinishReason.STOP)])
     outbox.post(full, [*output(full, 0, 1, usage=Usage(3)), EngineOutput("", 1, error="full")])

@@ -92,7 +92,7 @@ class TiledLlavaFamily:
     model_type = "tiled_llava"
 
     def check(self, config: Fields) -> VLMConfig:
-        """As LLaVA, without the class token."""
+        """Checks the config as LLaVA does; a class token is refused."""
         config.one_of("vision_feature_select_strategy", ("default",))
         return llava.FAMILY.check(config)
 
@@ -101,7 +101,7 @@ class TiledLlavaFamily:
         return TiledLlava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | None:
-        """As LLaVA."""
+        """Renames weights as LLaVA does."""
         return llava.FAMILY.rename(name, config)
 
     def processor(self, directory: Path, config: VLMConfig) -> TileProcessor:

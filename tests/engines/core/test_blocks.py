@@ -44,9 +44,9 @@ def of(token_id: int, num_tokens: int) -> Sequence:
 @pytest.mark.parametrize(
     ("used", "num_lent", "found"),
     [
-        pytest.param([of(1, 9)], 12, {1: 0}, id="none"),
-        pytest.param([of(1, 9), of(2, 5)], 8, {1: 1, 2: 1}, id="the end of the oldest first"),
-        pytest.param([of(1, 5), of(2, 5), of(1, 5)], 12, {1: 1, 2: 0}, id="used again"),
+        pytest.param([of(1, 9)], 12, {1: 0}, id="no cached block"),
+        pytest.param([of(1, 9), of(2, 5)], 8, {1: 1, 2: 1}, id="oldest sequence, last block first"),
+        pytest.param([of(1, 5), of(2, 5), of(1, 5)], 12, {1: 1, 2: 0}, id="reused"),
     ],
 )
 def test_freed_blocks_are_found_until_they_are_reused(used: list[Sequence], num_lent: int, found):
@@ -94,7 +94,7 @@ CAT, DOG = make_image(8, 8, "cat"), make_image(8, 8, "dog")
         (make_sequence(9, cache_salt="x"), make_sequence(9, cache_salt="x"), 2),
         pytest.param(seen(25, CAT), seen(25, DOG), 2, id="the blocks before two images, none after"),
         (seen(25, CAT), seen(25, CAT), 6),
-        pytest.param(seen(13, replace(CAT, offset=7)), seen(13, replace(DOG, offset=7)), 1, id="amid a block"),
+        pytest.param(seen(13, replace(CAT, offset=7)), seen(13, replace(DOG, offset=7)), 1, id="image within a block"),
         pytest.param(
             seen(17, make_image(4, 4, "cat"), make_image(8, 4, "dog")),
             seen(17, make_image(4, 4, "dog"), make_image(8, 4, "cat")), 1, id="images in another order",

@@ -100,8 +100,8 @@ def test_the_limit_follows_the_step_times(token_s: float):
 @pytest.mark.parametrize(
     ("num_tokens", "token_s", "num_steps", "limited"),
     [
-        pytest.param(80, 10.0, 100, 16, id="a fifth"),
-        pytest.param(6, 10.0, 100, 3, id="progress"),
+        pytest.param(80, 10.0, 100, 16, id="at least a fifth"),
+        pytest.param(6, 10.0, 100, 3, id="a small limit"),
         pytest.param(3, 0.01, 3000, 12, id="a noisy start is forgotten"),
     ],
 )
@@ -196,13 +196,11 @@ MIXED = batch_of(1, 80)
     [
         pytest.param(MIXED, StepResult([]), 0.6, 72, id="streams and a prompt"),
         pytest.param(MIXED, StepResult([], vision_s=0.1), 0.6, 80, id="an image"),
-        pytest.param(MIXED, StepResult([], num_computed={"r1": 0}), 0.6, 80, id="left out"),
+        pytest.param(MIXED, StepResult([], num_computed={"r1": 0}), 0.6, 80, id="not computed"),
         pytest.param(
-            batch_of(1, 80, priority=Priority.BATCH), StepResult([]), 0.6, 80, id="batch work"
+            batch_of(1, 80, priority=Priority.BATCH), StepResult([]), 0.6, 80, id="batch requests"
         ),
-        pytest.param(
-            batch_of(1, 80, is_streamed=False), StepResult([]), 0.6, 80, id="a whole answer"
-        ),
+        pytest.param(batch_of(1, 80, is_streamed=False), StepResult([]), 0.6, 80, id="no stream"),
         pytest.param(MIXED, StepResult([]), None, 80, id="launching computes nothing"),
     ],
 )

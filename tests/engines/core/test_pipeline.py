@@ -47,9 +47,9 @@ STEPS: Launches = [{"a": None, "b": None}, {"a": 0, "b": 1}, {"b": 1}, {"b": 0}]
 @pytest.mark.parametrize(
     ("runs_async", "config", "expected"),
     [
-        pytest.param(False, {"overlap_steps": True}, STEPS, id="asked for"),
+        pytest.param(False, {"overlap_steps": True}, STEPS, id="enabled"),
         pytest.param(True, {}, STEPS, id="asynchronous"),
-        pytest.param(True, {"overlap_steps": False}, None, id="switched off"),
+        pytest.param(True, {"overlap_steps": False}, None, id="disabled"),
         pytest.param(False, {}, None, id="synchronous"),
     ],
 )

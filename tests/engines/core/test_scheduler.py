@@ -41,10 +41,10 @@ COURSES = {
     "a prompt is computed in chunks of the budget": (
         {"max_num_batched_tokens": 8}, make_sequence(20, "a"), {"a": 8}, {"a": 8}, {"a": 4}, {"a": 1}
     ),
-    "running ones come before waiting ones and share a step with them": (
+    "running sequences are scheduled before waiting ones in one step": (
         {"max_num_batched_tokens": 8}, make_sequence(8, "a"), {"a": 8}, other(20, "b"), {"a": 1, "b": 7}, {"a": 1, "b": 7}
     ),
-    "no more run than allowed": (
+    "no more sequences run than allowed": (
         {"max_num_seqs": 2}, *(make_sequence(4, name, max_output_tokens=2) for name in "abc"),
         {"a": 4, "b": 4}, {"a": 1, "b": 1}, {"c": 4},
     ),
@@ -56,32 +56,32 @@ COURSES = {
         *(make_sequence(13, name, images=(cat_at(0, 4), dog_at(8, 4))) for name in "ab"),
         {"a": 8}, {"a": 5}, {"a": 1, "b": 1},
     ),
-    "interactive ones pass batch ones that wait": (
+    "interactive sequences overtake waiting batch sequences": (
         {"max_num_seqs": 1, **NO_CACHE}, make_sequence(4, "first"), make_batch(), make_sequence(4, "second"),
         ["first", "second", "batch"],
     ),
-    "the youngest batch sequence is preempted for its slot, and waits first in its class": (
+    "the youngest batch sequence is preempted and waits first in its class": (
         {"max_num_seqs": 2}, *(make_batch(4, name) for name in ("old", "young", "waiting")), {"old": 4, "young": 4},
         other(4, "interactive"), {"old": 1, "interactive": 4}, ["young", "waiting"],
     ),
-    "blocks are taken from batch work for an interactive one": (
+    "batch sequences are preempted for blocks of an interactive one": (
         {"num_blocks": 4, **NO_CACHE}, make_batch(12), {"batch": 12}, make_sequence(8, "interactive"), {"interactive": 8},
         ["batch"],
     ),
-    "no way is made for one that would not fit even then": (
+    "nothing is preempted for a sequence that would not fit anyway": (
         {"num_blocks": 8, **NO_CACHE}, make_sequence(16, "interactive"), make_batch(), {"interactive": 16, "batch": 4},
         make_sequence(16, "large"), {"interactive": 1, "batch": 1},
     ),
-    "a newcomer waits until all its tokens fit": (
+    "a new sequence waits until all its tokens fit": (
         {"num_blocks": 8, "max_num_batched_tokens": 4}, make_sequence(4, "a"), {"a": 4}, other(28, "b"), {"a": 1}
     ),
-    "a prompt that sees all of itself is computed in one step whatever the budget": (
+    "a bidirectional prompt is computed in one step beyond the budget": (
         {"max_num_batched_tokens": 8, "binds_prompts": True, **ONE_IMAGE},
         make_sequence(20, "a", images=(cat_at(2, 4), dog_at(10, 4))), other(12, "b"),
         {"a": 20}, {"a": 1, "b": 12}, {"a": 1, "b": 1},
     ),
     # the first run of slots ends at token 5, the second at 11
-    "a chunk holds all slots of an image that sees itself whatever the budget": (
+    "a chunk has all slots of a bidirectional image beyond the budget": (
         {"max_num_batched_tokens": 4},
         make_sequence(14, "a", images=(cat_at(2, 9, is_whole=True, slots=((1, 3), (4, 9))),)), other(4, "b"),
         {"a": 5}, {"a": 6}, {"a": 3, "b": 1},
@@ -89,11 +89,11 @@ COURSES = {
     "images of a step are limited and a chunk ends before the next": (
         ONE_IMAGE, make_sequence(14, "a", images=(cat_at(2, 4), dog_at(8, 4))), {"a": 8}, {"a": 6}
     ),
-    "an image is counted once for all who need it in a step": (
+    "an image is counted once for all sequences of a step": (
         ONE_IMAGE, make_sequence(10, "a", images=(cat_at(2, 4),)), make_sequence(12, "b", images=(cat_at(4, 4),)),
         other(12, "c", images=(dog_at(4, 4),)), {"a": 10, "b": 12, "c": 4}, {"a": 1, "b": 1, "c": 8},
     ),
-    "a chunk that ends inside an image goes on without encoding it again": (
+    "a chunk that ends inside an image continues without encoding it again": (
         {"max_num_batched_tokens": 16, **ONE_IMAGE}, make_sequence(20, "a", images=(cat_at(2, 16),)),
         make_sequence(20, "b", images=(dog_at(8, 8),)), {"a": 16}, {"a": 4, "b": 12},
     ),
@@ -101,33 +101,33 @@ COURSES = {
         ONE_IMAGE, make_sequence(20, "a", images=(cat_at(2, 12),)), {"a": 20}, other(8, "b", 3, images=(dog_at(0, 4),)),
         make_sequence(request_id="c", token_ids=[*range(1, 13), 14], images=(cat_at(2, 12),)), {"a": 1, "b": 8},
     ),
-    "way is made for no more than can be started": (
+    "no more sequences are preempted than can be started": (
         {"max_num_seqs": 4, "max_num_batched_tokens": 8}, *(make_batch(4, name) for name in "abcd"),
         {"a": 4, "b": 4}, {"a": 1, "b": 1, "c": 4, "d": 2}, *(other(8, f"n{number}", 9 + number) for number in range(4)),
         {"a": 1, "b": 1, "c": 1, "n0": 5}, ["n1", "n2", "n3", "d"],
     ),
-    "the preempted wait before all others in their old order": (
+    "preempted sequences wait before all others in their old order": (
         {"num_blocks": 6, **NO_CACHE}, *(make_sequence(4, name) for name in "abc"), 1, make_sequence(4, "d"), 9,
         ["b", "c", "d"],
     ),
-    "batch work is preempted before a younger interactive sequence": (
+    "batch sequences are preempted before a younger interactive sequence": (
         {"num_blocks": 6, **NO_CACHE}, make_sequence(4, "old"), make_batch(4), make_sequence(4, "young"), 5,
         {"old": 1, "young": 1}, ["batch"],
     ),
-    "a batch stream is not overtaken and yields its slot however many come": (
+    "a batch stream is not overtaken and yields its slot to any number": (
         {"max_num_seqs": 3}, make_batch(4), 1,
         *(each for n in range(MAX_OVERTAKES + 2)
           for each in (other(4, f"n{n}", n, max_output_tokens=1), {"batch": 1, f"n{n}": 4})),
         *(other(4, f"late-{n}", 99 + n) for n in range(3)), 2, ["batch"],
     ),
-    "prompts are cut beside streams and not alone": (
+    "prompts are limited beside streams and not alone": (
         {"prefill_limit": PrefillLimit(6)}, make_sequence(20, "a"), {"a": 20}, other(20, "b"), other(20, "c", 8),
         *({"a": 1, "b": 6} for _ in range(3)), {"a": 1, "b": 2, "c": 4}, {"a": 1, "b": 1, "c": 6},
     ),
-    "batch streams are not kept smooth": (
+    "prompts are not limited beside batch streams": (
         {"prefill_limit": PrefillLimit(6)}, make_batch(4), 1, other(20, "interactive"), {"batch": 1, "interactive": 20},
     ),
-    "more streams leave more to prompts": (
+    "prompts get more tokens beside more streams": (
         {"prefill_limit": PrefillLimit(4, growth=0.5)}, make_sequence(4, "a"), make_sequence(4, "b"), 1, other(20, "c"),
         {"a": 1, "b": 1, "c": 6},
     ),

@@ -95,7 +95,7 @@ def test_audio_is_sent_as_a_wav_file(server: StandIn):
     assert words == {"type": "text", "text": "hello"}
 
 
-def test_function_calls_and_tokens_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
+def test_tool_calls_and_usage_are_those_of_the_server(loaded: LoadedEngine, server: StandIn):
     call, earlier = make_call(tools=TOOLS), ChatMessage("assistant", (), reasoning="because")
     task = replace(call.task, messages=(earlier, *call.task.messages))
     server.refuse_with = (400, "property 'reasoning_content' is unsupported")  # the error of Groq
@@ -126,7 +126,7 @@ def test_a_broken_stream_is_sent_again_before_its_first_token_only(
     "data",
     ['{"choices": [{"delta": {"content": "a', '{"choices": 1}', '["error"]', '{"error": ' + 9999 * "["],
 )  # fmt: skip
-def test_an_unreadable_event_breaks_its_own_stream(
+def test_an_unreadable_event_breaks_only_its_stream(
     loaded: LoadedEngine, server: StandIn, data: str
 ):
     server.streams = [[f"data: {data}"]]

@@ -135,7 +135,7 @@ def test_a_closed_stream_is_aborted(engine: UpstreamEngine, url: str):
 
 
 def test_a_closed_request_can_be_sent_again_immediately(engine: UpstreamEngine):
-    """As after the death of a worker. SGLang reserves the ID of a closed stream for 2 s."""
+    """This happens after the death of a worker. SGLang reserves the ID of a closed stream for 2 s."""
     call = make_call(max_tokens=100, ignore_eos=True)
     whole = ids_of(run(engine, call))
     engine.add(engine.prepare(call, []))

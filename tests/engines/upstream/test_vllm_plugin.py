@@ -120,7 +120,7 @@ def test_penalties_count_earlier_tokens(plugin: Any, runner: str):
         assert found.sum() == -4.0  # no other token, not even those of the prompt
 
 
-def test_an_unfinished_prompt_is_left_alone(plugin: Any):
+def test_an_unfinished_prompt_is_not_changed(plugin: Any):
     state = SimpleNamespace(prompt_len=SimpleNamespace(np=np.array([9])))
     processor = plugin.ContinueAnswer(CONFIG, state)
     processor.add_request(0, params(plugin, grammar=GRAMMAR, num_earlier=4))

@@ -132,7 +132,7 @@ async def test_repeating_a_deployment_changes_nothing(deployments):
     assert (shown["digest"], shown["spec"]["canary"]) == (digest, 0.2)
     assert shown["spec"]["resources"] == {"cpu": 1.0, "memory_bytes": 0, "gpu": 0}
     assert shown["environment"] == {"variables": {}, "secrets": {}}
-    again = await deployments.put(digest, spec=shown["spec"])  # a spec as it was returned
+    again = await deployments.put(digest, spec=shown["spec"])  # the returned spec is accepted
     assert (again.status_code, again.json()["generation"]) == (200, 1)
     stale = await deployments.put(deployments.add_package("[]"), if_generation=8)
     assert stale.status_code == 409
@@ -141,7 +141,7 @@ async def test_repeating_a_deployment_changes_nothing(deployments):
     assert listed.json()["store"].startswith("file://")
 
 
-async def test_what_cannot_be_deployed_is_refused_by_field(deployments, tmp_path):
+async def test_invalid_deployments_are_refused_by_field(deployments, tmp_path):
     for change, says in (
         ({"digest": "sha256:" + 64 * "0"}, "has no package"),
         ({"digest": "sha256:../../x"}, "digest"),
@@ -343,7 +343,7 @@ async def picked(deployments: Deployments, count: int = 1000) -> Counter[str]:
     return Counter(card.package.partition("@")[2] for card in cards)
 
 
-async def test_each_version_has_its_weight_and_few_clients_move_as_it_changes(deployments):
+async def test_versions_get_their_weights_and_few_clients_move_on_changes(deployments):
     old, new = await serving(deployments, "{}", "[]")
     assert (await route(deployments, {old: 90, new: 10})).status_code == 200
     first = await picked(deployments)

@@ -454,7 +454,7 @@ def test_old_batches_are_deleted_unless_they_are_open(batches):
 
 
 async def test_missing_contents_of_a_file_are_a_503(client, tmp_path):
-    """Also if the file is deleted while it is downloaded, or if the store cannot be written."""
+    """The same happens if the file is deleted during its download, or if the store cannot be written."""
     file = await client.files.create(file=("a.jsonl", b"all of it"), purpose="batch")
     [kept] = [path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size == 9]
     kept.unlink()

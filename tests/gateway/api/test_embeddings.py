@@ -137,7 +137,7 @@ async def test_a_large_request_is_split_among_workers_and_stays_in_order(fleet, 
     assert [key for key in keys if b":log:" in key]
 
 
-async def test_a_client_that_leaves_frees_all_parts(fleet, ends):
+async def test_a_disconnected_client_frees_all_parts(fleet, ends):
     gateway, [worker] = fleet
     worker.engine.gate.clear()
     asking = asyncio.create_task(embed(gateway, ["some words"] * 2000))

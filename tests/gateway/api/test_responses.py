@@ -27,7 +27,7 @@ async def client(gateway):
         yield client
 
 
-async def test_a_text_and_instructions_make_a_conversation(client, worker):
+async def test_input_and_instructions_become_a_conversation(client, worker):
     answer = await client.responses.create(
         model=MODEL, input="hello", instructions="be short", max_output_tokens=9, temperature=0
     )
@@ -101,7 +101,7 @@ def test_sequence_numbers_do_not_depend_on_joined_tokens():
         assert frames(num_joined)[-1] == frames(1)[-1]  # including its sequence numbers
 
 
-async def test_a_failure_in_a_stream_says_how_the_response_failed(client, worker):
+async def test_a_failed_stream_ends_with_response_failed(client, worker):
     worker.script = fail_halfway
     events = [e async for e in await client.responses.create(model=MODEL, input="hi", stream=True)]
     failed, error = events[-2:]

@@ -223,7 +223,7 @@ async def test_json_deeper_than_100_levels_is_refused_by_field(session, gateway,
 
 
 async def test_any_gateway_finds_a_task(session, fleet, gateway, scripted, monkeypatch):
-    """Also a task whose reply was lost when it was queued."""
+    """The lookup also finds a task whose reply was lost when it was queued."""
     submit = gateway.services.dispatcher.submit
 
     async def lose_reply(*arguments: Any, **options: Any) -> None:
@@ -372,7 +372,7 @@ async def test_tasks_with_and_without_a_session_have_the_same_value_limit(sessio
 
 
 @pytest.mark.parametrize("card", [CARD])
-async def test_sessions_of_a_model_that_is_no_application_are_refused(gateway, worker):
+async def test_sessions_of_a_model_are_refused(gateway, worker):
     for path in ("sessions", "run"):
         answer = await gateway.client.post(f"/v1/applications/{MODEL}/{path}", json={"input": 1})
         assert code(answer) == (400, "wrong_task", "name")

@@ -27,7 +27,7 @@ async def test_fields_of_nested_objects_are_listed_by_path(gateway):
     assert refused.headers["x-vlm-ignored"]
 
 
-async def test_the_header_is_bounded_and_holds_names_alone(gateway, caplog):
+async def test_the_header_is_bounded_and_contains_only_names(gateway, caplog):
     """Many requests with unknown fields are logged in one line."""
     caplog.set_level(logging.INFO)
     names = {"x" * 4000, "a\r\nset-cookie: b", "é", *(f"field-{i}" for i in range(40))}

@@ -90,7 +90,7 @@ async def test_the_fallback_of_a_full_model_answers_and_is_named(full, other):
 
 
 async def test_a_retry_follows_the_request_of_the_fallback(gateway, other, worker):
-    """Also if the model has room again: the request runs once."""
+    """The retry follows that request even if the model has room again, so the request runs once."""
     worker.script = lambda answer: answer.fail(ErrorCode.IMAGE_UNAVAILABLE)
     await gateway.services.models.refresh()
     key, body = {"idempotency-key": "two"}, make_body(stream=True)

@@ -98,9 +98,7 @@ async def test_a_token_reaches_the_client_before_the_next_is_generated(proxy, ga
     assert is_whole
 
 
-async def test_wrong_keys_are_counted_for_each_client_whatever_address_it_claims_to_have(
-    proxy, gateway
-):
+async def test_wrong_keys_are_counted_by_the_real_address_of_a_client(proxy, gateway):
     async def statuses(url: str, address: str, count: int) -> list[int]:
         found = []
         for number in range(count):

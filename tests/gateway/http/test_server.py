@@ -193,7 +193,7 @@ def test_a_gateway_raises_its_file_limit_and_warns_if_it_is_too_low(monkeypatch,
 
 
 async def test_http_1_0_gets_its_answer_without_chunks_and_a_closed_connection(gateway, worker):
-    """Also if the client asks for keep-alive, because only the end of the connection ends a stream."""
+    """This includes clients that ask for keep-alive, because only the end of the connection ends a stream."""
     old, said = b" HTTP/1.0\r\nconnection: keep-alive\r\n", []
     for stream in (False, True):
         request = chat_over_http(stream=stream)

@@ -186,7 +186,7 @@ async def test_invalid_operations_on_a_key_are_refused(team: Team):
     assert code(await team.admin("POST", name="alice")) == (409, "key_exists", "name")
 
 
-async def test_a_key_may_use_only_its_models(team: Team):
+async def test_a_key_can_use_only_its_models(team: Team):
     client = team.gateways[0].client
     other = await team.create("other", models=["qwen*"])
     own = await team.create(models=[MODEL[:2] + "*"])
@@ -257,9 +257,7 @@ async def test_a_redis_that_was_restored_or_emptied_revives_no_revoked_key(
         assert (await redis.hget(api_keys, "lost")).startswith(b"2 ")
 
 
-async def test_a_revocation_that_reached_the_store_alone_takes_effect_when_it_is_retried(
-    team: Team, monkeypatch
-):
+async def test_a_retry_completes_a_revocation_that_only_reached_the_store(team: Team, monkeypatch):
     key = await team.create()
 
     async def lose(*_: object) -> bool:

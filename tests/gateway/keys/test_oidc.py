@@ -128,7 +128,7 @@ async def team(redis_server, redis_prefix, issuer) -> AsyncIterator[Team]:
         yield team
 
 
-async def test_a_token_is_a_key_and_each_subject_has_a_tenant_of_its_own_on_every_gateway(
+async def test_a_token_is_a_key_and_each_subject_is_a_tenant_on_every_gateway(
     team: Team, issuer: Issuer
 ):
     for kid in ("rsa", "ec", "ed"):

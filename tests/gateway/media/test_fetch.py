@@ -236,7 +236,7 @@ async def test_a_connection_kept_for_one_host_never_carries_anothers_request():
     assert len(world.connects) == 2  # one connection per host, each used twice
 
 
-async def test_a_host_without_a_certificate_of_its_own_is_refused():
+async def test_a_host_without_its_own_certificate_is_refused():
     async with World(lookup=Names()) as world:
         assert await world.is_fetched("https://first.example/")
         assert not await world.is_fetched("https://victim.example/")

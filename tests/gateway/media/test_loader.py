@@ -133,7 +133,7 @@ async def test_a_refused_image_cancels_the_other_fetches():
     assert fetcher.num_cancelled == len(fetcher.files) - 1 >= 1
 
 
-async def test_a_video_by_url_is_a_file_on_disk_if_the_store_takes_files():
+async def test_a_video_by_url_is_a_file_on_disk_if_the_store_accepts_files():
     fetcher = Fetcher()
     source = ImageSource("http://x.example/clip", "p", video=VideoOptions())
     for uses_disk in (False, True):

@@ -70,7 +70,7 @@ async def test_closing_the_store_completes_pending_releases(redis, redis_prefix)
     assert await redis.ttl(RedisKeys(redis_prefix).blob(REF.sha256)) <= BLOB_LINGER_S
 
 
-async def test_a_store_that_is_away_says_so(tmp_path):
+async def test_a_store_that_is_down_is_an_error(tmp_path):
     redis = create_redis(RedisSettings(url=f"unix://{tmp_path}/nobody.sock"))
     store = RedisBlobStore(redis, "away")
     with pytest.raises(BlobsUnavailable):

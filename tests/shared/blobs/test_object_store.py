@@ -113,7 +113,7 @@ async def test_a_signed_url_expires(make, s3_url, reader):
     assert "X-Amz-Expires=1&" in located.url
 
 
-async def test_a_store_that_is_away_says_so(make, tmp_path, reader):
+async def test_a_store_that_is_down_is_an_error(make, tmp_path, reader):
     store = make(f"file://{tmp_path / 'images'}")
     (tmp_path / "images").rename(tmp_path / "elsewhere")
     (tmp_path / "images").write_text("not a directory")

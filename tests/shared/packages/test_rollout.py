@@ -128,7 +128,7 @@ def world() -> World:
 
 @pytest.mark.parametrize("environment", [Environment(), Environment({"X": "1"})])
 def test_an_update_starts_the_new_version_before_it_drains_the_old_one(world: World, environment):
-    """Also the same package with another environment."""
+    """This includes an update of only the environment."""
     world.loads = {A: Load(num_open=3)}
     package = A if environment.variables else B
     new = world.deploy(package, environment=environment)
@@ -390,7 +390,7 @@ def test_crashes_on_requests_of_one_tenant_roll_nothing_back(world: World, crash
 
 @pytest.mark.parametrize("phase", ["starting", "ready"])
 def test_a_version_waits_for_a_node_with_its_secrets(world: World, phase: str):
-    """Also while the only node with these secrets is down."""
+    """It also waits while the only node with these secrets is down."""
     world.secrets = {"one": ("other",), "two": ("other", "token")}
     spec = replace(SPEC, canary=0.1) if phase == "ready" else SPEC
     environment = Environment(secrets={"X": "token", "Y": "other"})
@@ -439,7 +439,7 @@ def test_weights_larger_than_a_nodes_memory_are_not_placed_there(world: World):
 
 @pytest.mark.parametrize("load", [Load(num_open=3), Load(is_whole=False)])
 def test_an_old_version_finishes_its_queue_for_a_limited_time(world: World, load: Load):
-    """Also if its instance was lost. The version is kept while a shard that is down can have requests for it."""
+    """It does so even if its instance was lost. While a shard that is down can have its requests, it is kept."""
     world.loads = {A: load}
     world.deploy(B, seconds=10)
     if load.num_open:

@@ -59,7 +59,7 @@ def test_one_of_many_concurrent_writers_of_a_record_wins(store: PackageStore):
     assert store.list("none") == []
 
 
-def test_a_store_that_cannot_be_written_says_so(tmp_path: Path):
+def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be written"):
         open_store(f"file://{tmp_path}/file/x").put_if_absent("a", b"")

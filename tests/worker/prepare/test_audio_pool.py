@@ -56,7 +56,7 @@ def test_bad_audio_is_refused_in_a_sentence_and_the_next_file_is_decoded(
     assert named(pool, "wav")[0].length_s == pytest.approx(2.0)
 
 
-def test_audio_longer_than_its_header_says_is_refused_by_its_samples():
+def test_audio_longer_than_its_header_is_refused_by_its_samples():
     """The packets have no timestamps, so the limit is enforced on the decoded samples."""
     with closing(VideoPool(1, make_group(LimitSettings, max_audio_s=1.0))) as small:
         with pytest.raises(InvalidImage, match="send at most 1 s"):

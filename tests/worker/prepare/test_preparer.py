@@ -208,7 +208,7 @@ async def prepare(
         await preprocessor.prepare(make_request(images=(image,)), "r")
 
 
-async def test_an_image_of_another_size_than_its_header_says_is_refused(store: RedisBlobStore):
+async def test_an_image_whose_size_differs_from_its_header_is_refused(store: RedisBlobStore):
     with pytest.raises(ImageRefused, match="size of the image") as raised:
         await prepare(store, two_headed_png((8, 8), (1, 4000)), 8, 8)
     assert isinstance(raised.value.cause, InvalidImage)

@@ -119,7 +119,7 @@ def test_a_bad_video_is_refused_in_a_sentence_and_the_next_one_is_decoded(
     assert named(pool, "mp4")[0].num_frames == 50
 
 
-def test_a_video_that_takes_too_long_ends_only_itself():
+def test_a_video_that_takes_too_long_fails_alone():
     bomb = make_clip("mpeg4", size=(1920, 1080), num_frames=350, gop=9999, is_still=True)
     limits = make_group(LimitSettings, max_video_cpu_s=0.15, max_video_frames=9999)
     with closing(VideoPool(1, limits)) as hurried:

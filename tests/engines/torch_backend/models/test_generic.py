@@ -638,7 +638,7 @@ def halve(family: Family, directory: Path) -> int:
 def test_the_checked_memory_is_that_of_the_matrices_in_their_final_dtype(
     lowers: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the matrices of a decoder that is not lowered."""
+    """The check includes matrices of a decoder that is not lowered."""
     stored = halve(named("Mistral, window"), tmp_path)
     for room, expected in ((1.1, nullcontext()), (0.9, pytest.raises(ModelTooLarge))):
         monkeypatch.setattr(weights_module, "free_bytes", lambda _, room=room: room * stored)

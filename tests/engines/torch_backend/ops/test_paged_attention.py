@@ -33,7 +33,7 @@ IMAGES = [BidirectionalSpan(3, 8, 5), BidirectionalSpan(10, 13, 8, ignores_windo
 )
 @pytest.mark.parametrize("shares", SHARES, ids=str)
 @torch.inference_mode()
-def test_it_is_the_definition(shares: list[tuple[int, int]], num_kv_heads: int, dtype: torch.dtype):
+def test_matches_definition(shares: list[tuple[int, int]], num_kv_heads: int, dtype: torch.dtype):
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     check(create_attention, make_inputs(shares), PLAIN, (4, num_kv_heads, 8), dtype, tolerance)
 

@@ -25,7 +25,7 @@ from tests.factories_keys import code
 
 
 @pytest.mark.parametrize("card", [replace(CARD, max_image_pixels=5000, supports_video=True)])
-async def test_images_are_scaled_to_what_the_request_asks_within_the_models_limit(gateway, worker):
+async def test_images_are_scaled_to_the_request_within_the_models_limit(gateway, worker):
     part = {"type": "image_url", "image_url": {"url": data_url(1)}}
     clip = base64.b64encode(b"\0\0\0\x18ftypisom" + bytes(64)).decode()
     video = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{clip}"}}

@@ -43,7 +43,7 @@ async def test_chunks_are_in_the_order_of_openais_api(gateway, worker):
     assert all("usage" not in chunk and "timings" not in chunk for chunk in chunks)
 
 
-async def test_usage_comes_last_and_is_null_before(gateway, worker):
+async def test_usage_is_in_the_last_chunk_and_null_before(gateway, worker):
     body = make_body(stream_options={"include_usage": True}, timings=True)
     *chunks, usage, done = read_events(await gateway.stream(body))
     assert done == "[DONE]"
@@ -79,7 +79,7 @@ async def test_continuous_usage_grows_with_each_chunk(gateway, worker, path):
     assert (choice.get("text") or choice["delta"]["content"]) == "lo"
 
 
-async def test_tokens_that_complete_no_text_make_no_chunk(gateway, worker):
+async def test_tokens_without_complete_text_are_not_a_chunk(gateway, worker):
     entry = OutputLogprob(TokenLogprob("é", -1.0))
 
     async def script(answer: Answer) -> None:

@@ -111,7 +111,7 @@ SHORT = [name for name in ALL if not name.endswith(("of 32", "one group", "compr
 
 @pytest.mark.parametrize("name", few(ALL, SHORT))
 def test_logits_equal_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
-    """Also with kernels; weights that kernels read stay quantized."""
+    """Tested with and without kernels; weights that kernels read stay quantized."""
     expected = expected_logits(tmp_path / "q", formats.write_checkpoint(tmp_path / "q", *ALL[name]))
     kinds = {linear.INT4: INT4, linear.INT8: INT8, linear.FLOAT: FLOAT}
 

@@ -47,7 +47,7 @@ def squares(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
 def test_the_kernel_equals_torch(
     ops: Ops, heads: tuple[int, int], lengths: tuple[int, ...], dtype: torch.dtype
 ):
-    """Also with scores so far apart that a softmax overflows unless it subtracts the maximum."""
+    """Includes scores so far apart that a softmax overflows unless it subtracts the maximum."""
     tolerance = 1e-5 if dtype is torch.float32 else 2**-8
     for size, most in ((1.0, tolerance), (30.0, 10 * tolerance)):
         inputs = make_heads(lengths, *heads, dtype, size)

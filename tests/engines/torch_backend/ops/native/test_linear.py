@@ -104,7 +104,7 @@ def test_a_kernel_reads_a_product_of_torch(ops: Ops):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_linear_kernel_equals_its_reference(ops: Ops, form: str, monkeypatch: pytest.MonkeyPatch):
-    """Also with more tokens than the level passes to the kernel, and with float weights of any width."""
+    """Includes more tokens than the level passes to the kernel, and float weights of any width."""
     monkeypatch.setattr(ReferenceKernel, "__call__", forbid)
     for shape in SHAPES + ([] if form.startswith("int") else [(19, 7), (19, 100), (19, 3101)]):
         linear = make_linear(form, shape)
