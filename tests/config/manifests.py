@@ -109,7 +109,8 @@ def check_pod(documents: list[dict[str, Any]], name: str) -> None:
     pod = pods_of(documents)[name]
     spec = pod["spec"]
     assert spec["automountServiceAccountToken"] is False
-    assert spec["enableServiceLinks"] is False  # they would be unknown settings
+    # The variables of services would be unknown settings.
+    assert spec["enableServiceLinks"] is False
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     claims = [

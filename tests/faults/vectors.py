@@ -23,7 +23,7 @@ STORES = "/v1/vector_stores"
 
 
 def texts_of(name: str, count: int) -> list[str]:
-    """Returns the inputs of a request, by its name."""
+    """Returns `count` inputs for the request `name`."""
     return [f"{name} part {number}" for number in range(count)]
 
 
@@ -144,7 +144,7 @@ class StoreClients:
         return broken + self._torn({name: texts[0] for name, texts in found.items()})
 
     def _allowed(self) -> dict[str, set[str]]:
-        """Returns the possible texts of each ID: the last acknowledged one, and those of unanswered later writes."""
+        """Returns the possible texts of each ID: the last acknowledged one, and those of later writes."""
         allowed: dict[str, set[str]] = {}
         for write in self.writes:
             for name, text in write.texts.items():

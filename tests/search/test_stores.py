@@ -51,7 +51,7 @@ def list_ids(stores, **page):
 
 
 def test_concurrent_writers_store_no_more_than_sequential_ones(stores, monkeypatch):
-    """All writes run before the bytes of any are recorded; a file that is uploaded then counts too."""
+    """All writes wait inside the index. Their bytes also count for a file that is uploaded meanwhile."""
     names = [create(stores) for _ in range(NUM_WRITERS)]
     of_another = create(stores, "other")
     gate, told = threading.Event(), threading.Semaphore(0)
@@ -184,7 +184,7 @@ def test_a_store_stays_open_while_it_is_compacted(stores, monkeypatch):
     for name in (other, store):  # opening the first store would close the other one
         stores.answer(query(name))
     gate.set()
-    stores._background.submit(int).result(60)  # waits for its only thread
+    stores._background.submit(int).result(60)  # its only background thread
     assert stores.answer(query(store))
 
 

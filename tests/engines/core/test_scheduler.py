@@ -184,7 +184,7 @@ def test_a_batch_request_overtaken_too_often_precedes_others():
     for sequence in (first, second):
         scheduler.add(sequence)
     run_step(scheduler)
-    second.token_ids += [1, 2]  # a prompt of three tokens to compute
+    second.token_ids += [1, 2]  # further prompt tokens to compute
     second.num_overtakes = MAX_OVERTAKES - 1
     scheduler.add(other(4, "new"))
     run_step(scheduler)

@@ -49,7 +49,7 @@ def make_pool(
 
 
 def slots_of(sequence: SequenceRows) -> Tensor:
-    """Returns the slots of the whole context. Shapes: returns (1, T)."""
+    """Returns the slots of the sequence's whole context. Shapes: returns (1, T)."""
     indices = torch.arange(sequence.num_context)
     blocks = torch.tensor(sequence.block_ids)[indices // BLOCK_SIZE]
     return (blocks * BLOCK_SIZE + indices % BLOCK_SIZE)[None]

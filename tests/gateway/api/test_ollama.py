@@ -23,7 +23,7 @@ async def test_the_curl_of_ollamas_own_examples_is_answered(gateway, worker):
     assert response.status_code == 403
 
 
-async def test_a_whole_answer_to_images_options_and_a_tag(gateway, worker):
+async def test_a_chat_with_images_options_and_a_tag(gateway, worker):
     timings = StageTimings(vision_s=1, prefill_s=2, decode_s=3)
     worker.script = says("a cat", reason=FinishReason.LENGTH, timings=timings)
     body = {

@@ -22,7 +22,7 @@ from transformers import (
 
 from benchmarks.checkpoint_files import make_tokenizer
 
-#: of the tokenizer, whose bytes and merges have lower IDs
+#: Image token of the tokenizer; its bytes and merges have lower IDs.
 IMAGE_ID = 300
 IMAGE_IDS: dict[str, Any] = {"image_token_id": IMAGE_ID, "image_token_index": IMAGE_ID}
 TEXT = {

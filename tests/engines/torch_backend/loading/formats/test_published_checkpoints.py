@@ -105,7 +105,7 @@ def expected_logits(
         return theirs(input_ids=TOKEN_IDS[None]).logits[0]
 
 
-#: The formats without variants of the same format that differ in group size.
+#: One group size per format.
 SHORT = [name for name in ALL if not name.endswith(("of 32", "one group", "compressed-tensors"))]
 
 
@@ -339,7 +339,8 @@ def test_the_library_of_the_format_reads_the_same_weights(name: str, tmp_path: P
     )
     with torch.inference_mode():
         found = theirs(input_ids=TOKEN_IDS[None]).logits[0]
-    assert (found - expected).norm() < 0.01 * expected.norm()  # in the scales' precision
+    # The library multiplies in the precision of the scales.
+    assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 @pytest.mark.parametrize(
