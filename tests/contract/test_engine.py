@@ -404,7 +404,7 @@ def test_one_seed_gives_one_answer(generating: Case):
     assert answer(generating.engine, sampled).text == answer(generating.start(), sampled).text
 
 
-def test_images_add_prompt_tokens_and_change_the_answer(generating: Case):
+def test_images_change_the_answer(generating: Case):
     if not generating.started.card.supports_images:
         pytest.skip("it takes no images")
     engine = generating.engine

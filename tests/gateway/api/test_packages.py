@@ -169,7 +169,7 @@ async def test_slow_uploads_of_a_key_are_bounded_and_do_not_block_others(run):
         slow = [
             asyncio.create_task(send_paced(uploads, each, 199_999, go_on.wait)) for each in data
         ]
-        await asyncio.wait(slow, timeout=3.0)  # four run at a time, eight in total
+        await asyncio.wait(slow, timeout=3.0)  # four of the eight are refused
         other = await send_paced(uploads, b"data", 4, go_on.wait, key="deploys-too")
         assert other.status_code == 201
         go_on.set()

@@ -116,7 +116,7 @@ BAD = [
 ]  # fmt: skip
 
 
-def test_contradictory_fields_are_refused():
+def test_invalid_structured_outputs_are_refused():
     for fields, param in BAD:
         with pytest.raises(InvalidRequest) as caught:
             grammar_of(fields)

@@ -94,7 +94,7 @@ def test_two_different_answers_are_never_spliced(overlap):
     assert progress.accept(delta(2, 3)) is None
 
 
-def test_an_event_with_repeated_and_new_tokens_is_trimmed_at_replay():
+def test_an_event_with_repeated_and_new_tokens_is_computed_again():
     """After Redis lost its last writes, item boundaries can differ."""
     progress = progress_after(delta(0, 1), delta(1, 2))
     assert progress.accept(delta(0, 1, attempt=2)) is None

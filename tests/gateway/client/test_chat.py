@@ -63,9 +63,7 @@ def test_without_a_terminal_only_the_answers_are_printed(fake: FakeServer):
     assert done.stderr == 2 * "no such thing\n"
 
 
-def test_a_failed_question_is_removed_and_its_error_has_no_control_characters(
-    fake: FakeServer,
-):
+def test_a_failed_question_is_removed_and_its_error_has_no_control_characters(fake: FakeServer):
     fake.pieces = [event({"error": {"message": "no \x1b[31mred"}})]
     done = ask(fake, "question")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "no [31mred\n")

@@ -193,9 +193,7 @@ def _names_another(refusal: UnsupportedCheckpoint) -> bool:
     return "\n" not in message and any(f"as {each.name}," in message for each in FAMILIES)
 
 
-def test_adjacent_images_have_one_token_between_them(
-    tmp_path: Path,
-) -> None:
+def test_adjacent_images_have_one_token_between_them(tmp_path: Path) -> None:
     family = named("Idefics2")
     write_checkpoint(family, tmp_path)
     processor = load_processor(tmp_path)

@@ -210,9 +210,7 @@ def test_a_bidirectional_prompt_waits_for_all_its_images(monkeypatch: pytest.Mon
     assert encoder.encode_missing([make_pair()], max_vision_s=0.0)[1] == {"a": 0}
 
 
-def test_the_image_of_an_ended_request_is_abandoned(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_the_image_of_an_ended_request_is_abandoned(monkeypatch: pytest.MonkeyPatch):
     model, encoder = make_slow(monkeypatch)
     image = make_image("image", (2, 2))
     encoder.encode_missing([make_share("a", image), make_share("b", image)], max_vision_s=0.0)

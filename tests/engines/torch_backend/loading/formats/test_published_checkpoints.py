@@ -154,9 +154,7 @@ def test_joined_layers_can_have_different_input_orders(tmp_path: Path) -> None:
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def test_biases_are_added_and_zero_biases_of_other_layers_ignored(
-    tmp_path: Path,
-) -> None:
+def test_biases_are_added_and_zero_biases_of_other_layers_ignored(tmp_path: Path) -> None:
     formats.write_checkpoint(tmp_path / "q", *formats.gptq())
     change(tmp_path / "q", {f"{PROJECTION}bias": torch.zeros(256)})
     load(tmp_path / "q")
