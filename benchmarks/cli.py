@@ -265,11 +265,14 @@ def bench_media(
     seconds: Annotated[int, typer.Option(min=1, help="Length of the video.")] = 600,
     frames: Annotated[int, typer.Option(min=1, help="Frames that are wanted.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Python with vLLM, 0.28 or older for its PyAV loader.")
+    ] = None,
 ) -> None:
-    """Compare the CPU time of decoding a few frames of a long H.264 video with decoding it from its beginning."""
+    """Compare the CPU time of decoding a few frames of a long H.264 video with that of vLLM's loaders."""
     from benchmarks.media import run
 
-    run(seconds, frames, rounds)
+    run(seconds, frames, rounds, vllm)
 
 
 Shape = Literal["tiny", "llava-1b", "llava-1.5-7b", "smolvlm2-500m"]
