@@ -318,8 +318,8 @@ def by_choice(events: Sequence[ChoiceEvent], totals: Totals) -> Iterator[tuple[i
 class ChunkStream(Generic[Options]):
     """An answer of the chat or completions API, whole or in chunks.
 
-    Each choice has a first chunk, chunks of content, and a chunk with `finish_reason`. After all choices follow the
-    usage, if it is requested, and `[DONE]`.
+    Each choice has a first chunk, chunks of content, and a chunk with `finish_reason`. The usage, if it is
+    requested, and `[DONE]` come after all choices.
     """
 
     chunk_type: type[msgspec.Struct]

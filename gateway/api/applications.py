@@ -563,7 +563,7 @@ class Applications(DeployResource):
         else:
             back = history.generations.get(body.generation)
         if back is None or not back.digest:
-            raise conflict("There is no such earlier version; the application lists all.")
+            raise conflict("No such version: GET /v1/applications/{name} lists the generations.")
         generation = history.back_to(back, (active or back).spec)
         async with self._held(back.digest):
             await self._add(generation, history)
@@ -712,7 +712,7 @@ class Applications(DeployResource):
 
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
-        """A complete, signed package, protected from deletion inside the block. Raises: ApiError, StoreError."""
+        """Check a package and its signature. Protect it from deletion in the block. Raises: ApiError, StoreError."""
         store, signers = self._store, self._settings.signers
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
@@ -761,7 +761,7 @@ class Applications(DeployResource):
     async def _change(
         self, name: str, change: Callable[[App, float], App], new: App | None = None
     ) -> None:
-        """Write the change to Redis; if that fails, nodes read it from the store."""
+        """Write a change to Redis. If this fails, nodes read the change from the store."""
         try:
             now = await self._deployments.now()
             for _ in range(_TRIES):

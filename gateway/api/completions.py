@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: OpenAI's APIs that continue a conversation with text, images,
-video and audio, and that continue a text.
+"""`POST /v1/chat/completions` and `POST /v1/completions`: OpenAI's chat completions with text, images, video and audio,
+and OpenAI's text completions.
 
 Fixed limits are part of the types; `translate` checks the limits that an operator can change.
 
@@ -116,13 +116,13 @@ class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
-    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
+    """An image: a `data:` URL, or an http(s) URL if the operator allows it."""
 
     url: str
 
 
 class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True, tag_field="type"):
-    """Cache hints that some clients add to parts; no effect."""
+    """Cache hints that some clients add to content parts. They have no effect."""
 
     cache_control: Ignored = UNSET
     prompt_cache_breakpoint: Ignored = UNSET
@@ -158,7 +158,7 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="image_url"
 
 
 class VideoUrl(VideoFields, frozen=True, kw_only=True):
-    """A video: a `data:` URL of a file or of JPEG frames, an http(s) one if the operator allows it, or a file's id."""
+    """A video: a `data:` URL of a file or of JPEG frames, an http(s) URL if the operator allows it, or a file's id."""
 
     url: str
 
@@ -168,7 +168,7 @@ class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag="video_url"
 
 
 class AudioUrl(RequestStruct, frozen=True, kw_only=True):
-    """An audio file: a `data:` URL, an http(s) one if the operator allows it, or a file's id."""
+    """An audio file: a `data:` URL, an http(s) URL if the operator allows it, or a file's id."""
 
     url: str
 
@@ -240,7 +240,7 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """A message. A message of the assistant may repeat all fields of an answer, and have unknown fields."""
+    """A message. An assistant message may repeat all fields of an answer. Unknown fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     #: Omitted only in assistant messages; null only in assistant and tool messages.

@@ -69,8 +69,8 @@ _MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
 _MEDIA: Unsupported = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
 _RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": (), **_MEDIA}
 _OLLAMA: Unsupported = {"options.mirostat": (0,), "options.tfs_z": (1,), "options.typical_p": (1,)}
-#: Refused fields by API path, with their accepted no-op values; null is always a no-op. Each would change the answer.
-#: Other unknown fields are ignored.
+#: Refused fields by API path, with their accepted no-op values; null is always a no-op.
+#: Refused fields would change the answer. Other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/chat/completions": {
         **_TEXT,

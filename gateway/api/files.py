@@ -215,7 +215,7 @@ def _found(view: BatchView | None) -> BatchView:
     return view
 
 
-#: Purpose of images, which later requests refer to by id.
+#: Purpose of media files that later requests refer to by id.
 IMAGES = "vision"
 PURPOSES = ("assistants", "user_data")
 #: Purposes of files that gateways store; the search process stores files of other purposes.
@@ -223,7 +223,7 @@ BATCH_PURPOSES = (PURPOSE, "batch_output")
 OWN_PURPOSES = (*BATCH_PURPOSES, IMAGES)
 _FORM = "multipart/form-data"
 _READ_S = 60.0  #: time limit to begin reading a stored image
-_MAX_MEMORY_BYTES = 1024 * 1024  #: of an uploaded file; larger files are on disk
+_MAX_MEMORY_BYTES = 1024 * 1024  #: larger uploaded files are written to disk
 _MAX_FORM_BYTES = 64 * 1024  #: of a form without its file
 
 

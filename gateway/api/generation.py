@@ -393,7 +393,7 @@ class _SchemaCheck:
 
 
 def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest for a pattern that is too long, or repeats too often."""
+    """Raises: InvalidRequest for a pattern that is too long or has too many repetitions."""
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
     repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))

@@ -161,7 +161,7 @@ class TenantData:
             while stores := [
                 each
                 for each in await self._search.ask(ListStores(tenant=owner, page=page))
-                if not each.is_read_only  # such a store is shared by all tenants
+                if not each.is_read_only  # read-only stores are shared by all tenants
             ]:
                 for store in stores:
                     await self._search.ask(DropStore(tenant=owner, store=store.id))

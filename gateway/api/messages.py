@@ -359,7 +359,7 @@ class AnthropicErrorFields(msgspec.Struct):
     message: str
     code: str | None
     param: str | None
-    #: Make Anthropic's tool runner continue without a thread.
+    #: These details make Anthropic's tool runner continue without a thread.
     details: dict[str, Any] | UnsetType = UNSET
 
 

@@ -357,7 +357,7 @@ def _parts(
 
 
 def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
-    """The id of the call that a result answers. Without an id, it is found by name or by order."""
+    """The id of the call that a result answers. Results without an id are matched by name or order."""
     if message.tool_call_id is not None:
         return message.tool_call_id
     for place, call in enumerate(called):

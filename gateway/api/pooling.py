@@ -539,7 +539,7 @@ class _Pairs(Surface):
     def _tasks(
         self, task: Rerank, documents: Sequence[str], context: RequestContext
     ) -> list[Rerank]:
-        """Split the documents into tasks, each with the query. Raises: InvalidRequest."""
+        """Check the limits, and split the documents into tasks. Raises: InvalidRequest."""
         limits = self.limits
         check_num("documents", len(documents), limits.max_documents, task.name)
         num_chars = sum(map(len, (*task.queries, *documents)))

@@ -1,4 +1,4 @@
-"""Health, readiness, metrics and status of the fleet. Requests of probes are neither logged nor counted."""
+"""Health, readiness, metrics and status of the fleet. Probe requests are neither logged nor counted."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -30,7 +30,7 @@ class ModelStatus(Struct):
     num_workers: int
     num_open: int  #: waiting and running requests
     num_backlog: int  #: batch requests in `num_open` that no worker has claimed
-    oldest_wait_s: float  #: wait of the oldest unclaimed request, except for the backlog
+    oldest_wait_s: float  #: wait of the oldest unclaimed request outside the backlog
 
 
 class WorkerStatus(Struct):
@@ -89,8 +89,8 @@ class Probes(Resource):
     async def readyz(self, caller: Caller, query: ReadyQuery) -> Response:
         """Show whether this gateway can reach Redis and is not shutting down.
 
-        `workers`: number of ready workers that is also required. Omit it in the readiness probe of a Kubernetes
-        Service: a deployment that has zero instances starts them when a request arrives.
+        `workers`: also require this number of ready workers. Omit it in the readiness probe of a Kubernetes Service,
+        because a deployment that has zero instances starts one only when a request arrives.
         """
         state = self._state(query.workers)
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)

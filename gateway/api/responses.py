@@ -132,7 +132,7 @@ class ReasoningText(EchoedStruct, frozen=True, tag_field="type", tag="reasoning_
 
 
 class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
-    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
+    """An image: a `data:` URL, or an http(s) URL if the operator allows it."""
 
     image_url: str | None = None
     file_id: str | None = None
@@ -459,7 +459,7 @@ class Continued:
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    response: ResponseObject  #: has the fields that repeat the request
+    response: ResponseObject  #: contains the fields copied from the request
     with_logprobs: bool = False
     #: Stored with the answer; empty if it is not stored.
     messages: tuple[ChatMessage, ...] = ()
@@ -474,7 +474,7 @@ _REPEATED = ("previous_response_id", "instructions", "max_output_tokens", "safet
 def _echo(
     request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
 ) -> ResponseObject:
-    """Fields of the response that repeat the request."""
+    """A response with the fields that are copied from the request."""
     form = request.text and request.text.format
     return ResponseObject(
         **{name: getattr(sampling, name) for name in _SAMPLED},
@@ -958,9 +958,9 @@ class ResponseInputTokens(_Input):
 class ResponseAnswer(BlockStream):
     """Encodes the events of a call as a `ResponseObject`, or as the events of a stream.
 
-    Order of a stream: `created`, `in_progress`; for each item `output_item.added`, `content_part.added`, deltas, `done` of
-    the text and of the part, `output_item.done`; then `completed` or `incomplete`. Reasoning is an item before the message.
-    Each function call is an item after the message; its deltas are parts of the arguments.
+    A stream begins with `created` and `in_progress`. Each item has `output_item.added`, `content_part.added`, deltas,
+    `done` of the text and of the part, and `output_item.done`. A stream ends with `completed` or `incomplete`.
+    Reasoning is an item before the message. A call is an item after the message; its deltas are parts of the arguments.
 
     Each token and each new item reserves a sequence number, because one token may add to two items. Sequence numbers
     thus do not depend on how tokens are grouped into deltas: a resumed stream groups them differently.
@@ -987,7 +987,7 @@ class ResponseAnswer(BlockStream):
         return encode(self._final)
 
     def record(self) -> bytes | None:
-        """The conversation with the complete answer, to be stored. None: it is not stored."""
+        """The record to store: the conversation with the complete answer. None: nothing is stored."""
         if self._final is None or not self.options.messages:
             return None
         blocks = self._blocks

@@ -139,7 +139,7 @@ def output_of(events: Iterable[CallEvent]) -> Raw:
 
 
 def compact(value: Raw, param: str, max_bytes: int) -> Raw:
-    """Remove whitespace from JSON. Raises: InvalidRequest if it is too large or too deeply nested."""
+    """Remove insignificant whitespace from JSON. Raises: InvalidRequest if it is too large or too deeply nested."""
     if len(memoryview(value)) > max_bytes:
         message = f"{param} is too large: send at most {max_bytes} bytes."
         raise InvalidRequest(message, param=param, code="task_too_large")

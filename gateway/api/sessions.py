@@ -302,7 +302,7 @@ class Sessions(Resource):
         return shown
 
     async def _find_open_states(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
-        """States of each session's open tasks. Records the tasks that have ended in the store."""
+        """States of each session's open tasks. Updates the store for tasks that have ended."""
         flat = iter(await self._read_states([task for each in found for task in each.open_tasks]))
         every: list[list[TaskState]] = [[next(flat) for _ in each.open_tasks] for each in found]
         for each, states in zip(found, every, strict=True):
@@ -518,7 +518,7 @@ class Sessions(Resource):
     async def _find_states(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
     ) -> list[TaskState]:
-        """States of recorded tasks. Records the tasks that have ended in the store."""
+        """States of recorded tasks. Updates the store for tasks that have ended."""
         tasks = [task for task, state in noted if state not in ENDED]
         found = dict(zip((task.id for task in tasks), await self._read_states(tasks), strict=True))
         ended = {task_id: state for task_id, state in found.items() if state in ENDED}
@@ -548,7 +548,7 @@ class Sessions(Resource):
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
     async def _wait(self, task: TaskRecord, wait_s: float, tenant: str) -> None:
-        """Raises: AuthenticationError if the tenant's key ends, QueueUnavailable."""
+        """Raises: AuthenticationError if the tenant's key is revoked or expires, QueueUnavailable."""
         until = time.monotonic() + wait_s
         call = await self._follow(task, wait_s)
         call.tenant = tenant

@@ -216,7 +216,9 @@ class Transcriptions(Translations):
     def read(self, body: bytes, context: RequestContext) -> TranscriptionRequest:
         request: TranscriptionRequest = super().read(body, context)
         if request.stream and request.response_format not in (None, "json"):
-            raise invalid("response_format", "streams support json only")
+            raise invalid(
+                "response_format", "streams support json only; send json or stream: false"
+            )
         if granularities := request.timestamp_granularities:
             if "word" in granularities:
                 problem = "timestamps of words are not supported; send segment"

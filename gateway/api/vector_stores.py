@@ -483,7 +483,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
-    """Refuse numbers that are not finite. Raises: InvalidRequest."""
+    """Refuse control characters in keys, and numbers that are not finite. Raises: InvalidRequest."""
     for key, value in (attributes or {}).items():
         check_text(param, key)
         if isinstance(value, float) and not math.isfinite(value):
@@ -497,7 +497,7 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
         place = f"items.[{index}]"
         check_text(f"{place}.id", item.id)
         if places.setdefault(item.id, index) != index:
-            raise invalid(f"{place}.id", f"items.[{places[item.id]}] has this id too")
+            raise invalid(f"{place}.id", f"items.[{places[item.id]}] has this id too; send another")
         if item.embedding is None and (item.text is None) == (item.image is None):
             raise invalid(place, "send either text or image, or an embedding")
         if item.embedding is None and item.text == "":
