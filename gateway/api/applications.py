@@ -125,7 +125,7 @@ class DeployResource(Resource):
 
 _MAX_UPLOADS = 4  #: concurrent uploads at full speed
 _SLOW_RATE = 256 * 1024  #: bytes per second; a slower upload counts as slow
-_MAX_THREADS = 64  #: fast and slow uploads of all keys
+_MAX_THREADS = 64  #: upload threads for all keys together
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 

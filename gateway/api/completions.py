@@ -679,7 +679,7 @@ def _template_options(
 
 
 def _max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
-    """The requested maximum, and its field. Raises: InvalidRequest."""
+    """The requested maximum number of tokens, and the name of its field. Raises: InvalidRequest."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "max_completion_tokens differs; send one of the two")
@@ -830,7 +830,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class CompletionOptions(ChunkOptions, frozen=True):
-    num_choices: int = 1  #: of each prompt
+    num_choices: int = 1  #: choices per prompt
     #: The prompts to echo; None for a prompt of token ids.
     echo: tuple[str | None, ...] = ()
 
@@ -920,7 +920,7 @@ class Completions(Surface):
 def _with_echo(
     sampling: SamplingParams, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart]
 ) -> SamplingParams:
-    """Request logprobs of the prompt if the echo returns them, or takes the text of token ids from them."""
+    """Request logprobs of the prompt if the echo returns them, or needs them to decode token ids."""
     is_text = isinstance(prompts[0], TextPart)
     if not request.echo or (is_text and request.logprobs is None):
         return sampling
@@ -1003,7 +1003,7 @@ class CompletionAnswer(ChunkStream[CompletionOptions]):
         return choice if has_content else None
 
     def _begin(self, index: int) -> CompletionChoice:
-        """The part before the text: the echoed prompt, with logprobs of its tokens if requested."""
+        """The start of a choice: the echoed prompt, with logprobs of its tokens if requested."""
         choice = CompletionChoice(index, "")
         entries: list[PromptLogprob] = []
         if self.options.echo:

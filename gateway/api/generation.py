@@ -61,7 +61,7 @@ Part = TextPart | ImagePart
 _MAX_TEMPLATE_OPTIONS = 16
 _MAX_OPTION_CHARS = 256
 _ANY_OBJECT = '{"type":"object"}'
-#: Keywords with a schema or a list of schemas. Keywords in `_NAMED_SCHEMAS` have an object of schemas by name.
+#: Keywords whose value is a schema or a list of schemas. Keywords in `_NAMED_SCHEMAS` map names to schemas.
 _SCHEMAS = frozenset(
     ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
 )

@@ -94,7 +94,7 @@ class CreateKey(UpdateKey, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class KeyObject(msgspec.Struct):
-    """A key, without the key itself. Times: epoch seconds."""
+    """Properties of a key, without the key itself. Times: epoch seconds."""
 
     name: str
     state: str  #: `active`, `expired` or `revoked`

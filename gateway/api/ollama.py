@@ -162,7 +162,7 @@ class OllamaEmbeddingsRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class OllamaVectors(msgspec.Struct, kw_only=True):
-    """The answer. `embedding` is only in answers of the older path. Units of durations: nanoseconds."""
+    """The answer. `embedding` is only in answers of the older path. Durations are in nanoseconds."""
 
     model: str | UnsetType = UNSET
     embedding: Sequence[float] | UnsetType = UNSET

@@ -362,14 +362,14 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
         return ""
     names = _PROMPTS_OF_TYPE[request.input_type]
     found = next((name for name in names if name in card.prompts), None)
-    if found is not None or names == DOCUMENT_PROMPTS:  # a model without a prompt for documents
+    if found is not None or names == DOCUMENT_PROMPTS:  # documents need no prompt
         return found
     message = f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name"
     raise invalid("input_type", message)
 
 
 def _find_truncation(request: EmbeddingRequest) -> Truncate:
-    """The end to truncate. It is `end` by default if the request limits the tokens. Raises: InvalidRequest."""
+    """Where to truncate: at the `end` if only `truncate_prompt_tokens` is sent. Raises: InvalidRequest."""
     truncate = to_truncate(request.truncate)
     if request.truncate_prompt_tokens is None or truncate != "none":
         return truncate
@@ -443,7 +443,7 @@ def split_documents(
 def _split(
     items: Sequence[Item], num_tokens: Callable[[Item], int], headers: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """The items of each call, with the index of the first one."""
+    """The items of each call, after the index of its first item."""
     if KEY_HEADER in headers:  # an idempotency key identifies one call
         yield 0, items
         return

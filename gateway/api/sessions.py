@@ -105,7 +105,7 @@ class CreateSession(RequestStruct, frozen=True, kw_only=True):
     #: Bounds on the application's instances, summed over all its open sessions. Default: as deployed.
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
-    resources: SessionResources | None = None  #: minimum of an instance
+    resources: SessionResources | None = None  #: minimum of each instance
 
 
 class TaskInput(RequestStruct, frozen=True, kw_only=True):
@@ -507,7 +507,7 @@ class Sessions(Resource):
     # States of tasks
 
     async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, TaskState]:
-        """The task of the path, and its state. Raises: NotFound, QueueUnavailable."""
+        """The task named in the path, and its state. Raises: NotFound, QueueUnavailable."""
         session = (await self._find(caller)).session
         found = await self._store.task(session.id, caller.path["task_id"])
         if found is None:

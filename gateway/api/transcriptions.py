@@ -99,7 +99,7 @@ class TranscriptionUsage(msgspec.Struct):
 
 
 class TranscriptSegment(msgspec.Struct):
-    """Units: seconds."""
+    """A segment of a transcript. Units: seconds."""
 
     id: int
     start: float
@@ -108,7 +108,7 @@ class TranscriptSegment(msgspec.Struct):
 
 
 class Transcription(msgspec.Struct):
-    """The fields after `usage` are those of `verbose_json`. Units: seconds."""
+    """A transcript. The fields after `usage` are only in `verbose_json`. Units: seconds."""
 
     text: str
     usage: TranscriptionUsage

@@ -558,7 +558,7 @@ def _check_comparison(part: wire.Filter, param: str) -> None:
 def read_query(
     query: str | Sequence[str] | QueryInput,
 ) -> tuple[list[str], list[str | ImageSource], list[bytes]]:
-    """The query as texts, inputs to embed, and vectors. Raises: InvalidRequest."""
+    """The texts, the inputs to embed and the vectors of a query. Raises: InvalidRequest."""
     if isinstance(query, QueryInput):
         if sum(x is not None for x in (query.text, query.image, query.embedding)) != 1:
             raise invalid("query", "send one of text, image and embedding")
@@ -574,7 +574,7 @@ def read_query(
 
 
 def chunk_sizes(strategy: ChunkingStrategy | None, card: ModelCard) -> tuple[int, int]:
-    """Tokens of a chunk, and of its overlap with the previous one."""
+    """Number of tokens of a chunk, and of its overlap with the previous chunk."""
     if strategy is None or strategy.type == "auto" or strategy.static is None:
         size = min(CHUNK_TOKENS, max(1, int(card.max_model_len * _CHUNK_SHARE)))
         return size, min(OVERLAP_TOKENS, size // 2)
