@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `tags`, `show`, `ps` and `version`.
+"""Ollama's API: `/api/chat`, `generate`, `embed`, `embeddings`, `tags`, `show`, `ps` and `version`.
 
 A stream is JSON lines, and requests stream by default.
 
