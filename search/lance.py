@@ -31,7 +31,7 @@ from shared.settings.limits import MIB
 SCAN_ROWS = 10_000
 #: A table with more files is compacted.
 MAX_FRAGMENTS = 32
-#: A table is compacted after one commit (about four files) for `_ROWS_PER_COMMIT` rows, within these bounds.
+#: Bounds of the number of commits before a compaction: one (about four files) per `_ROWS_PER_COMMIT` rows.
 MIN_COMMITS, MAX_COMMITS = 16, 200
 _ROWS_PER_COMMIT = 64
 #: Candidates to rerank, per requested result.
