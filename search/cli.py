@@ -1,4 +1,4 @@
-"""The commands of search: `vlm search-node`, `embed`, `store`, `search`."""
+"""Search commands: `vlm search-node`, `embed`, `store` and `search`."""
 
 import os
 from functools import partial
@@ -41,7 +41,7 @@ def _require(use: str = "this command") -> None:
 
 
 def _load():
-    """The implementation, which is loaded when a command runs. Raises: SettingsError."""
+    """Import the implementation, only when a command runs, because that is slow. Raises: SettingsError."""
     _require()
     from search import commands
 

@@ -181,7 +181,7 @@ def fingerprint(sources: Iterator[Source]) -> tuple[str, int]:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256. Raises: EmbedError."""
+    """SHA-256 of a file. Raises: EmbedError."""
     return hashlib.sha256(_read(path)).hexdigest()
 
 

@@ -44,7 +44,7 @@ def _translate(
     some: Callable[[list[Any]], Any],
     negate: Callable[[Any], Any],
 ) -> Any:
-    """Translate a filter with these functions. `compare` gets a type of comparison, a key and a value."""
+    """Translate a filter with the given functions. `compare` gets a type of comparison, a key and a value."""
     match where.type:
         case "and" | "or":
             parts = [_translate(each, compare, every, some, negate) for each in where.filters]
@@ -78,7 +78,7 @@ def _name(key: str, value: Value) -> str:
     return _kind(value) + key.encode().hex()
 
 
-#: How SQL joins conditions.
+#: Arguments of `_translate` that build SQL.
 _SQL: dict[str, Callable[[Any], str]] = {
     "every": lambda parts: "(" + " AND ".join(parts) + ")",
     "some": lambda parts: "(" + " OR ".join(parts or ["false"]) + ")",

@@ -76,7 +76,7 @@ class SearchApp:
         await answer(scope, receive, send)
 
     async def _serve(self, request: Request) -> tuple[bytes, int]:
-        """Body and status. Raises: ClientDisconnect."""
+        """Handle a request. Returns body and status. Raises: ClientDisconnect."""
         body = bytearray()
         async for piece in request.stream():
             body += piece

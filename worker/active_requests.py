@@ -100,7 +100,7 @@ class Outbox:
     ) -> None:
         self._hold_s = hold_s
         self._held: dict[ActiveRequest, _Draft] = {}  # delayed
-        self._due: dict[ActiveRequest, _Draft] = {}  # due
+        self._due: dict[ActiveRequest, _Draft] = {}
         self._published_at = {} if published_at is None else published_at
         self._timer: asyncio.TimerHandle | None = None  # for delayed streams
         # Requests with a terminal event that are not yet dropped.

@@ -57,7 +57,7 @@ class EngineThread:
 
     def __init__(self, create: Callable[[], LoadedEngine]) -> None:
         self._create = create
-        #: Called on the loop.
+        #: Called on the event loop, with the events since the last call.
         self.on_events: Callable[[list[EngineEvent]], None] = lambda events: None
         self._loop = asyncio.get_running_loop()
         self._loaded: Future[LoadedEngine] = Future()
@@ -71,7 +71,7 @@ class EngineThread:
         self._patient: set[str] = set()  # requests whose tokens may be delayed
         self._is_waking = False  # the loop was woken, and has not handled the events yet
         self._is_held = False  # see `hold`
-        self._wake: Callable[[], None] = lambda: None  # the engine's
+        self._wake: Callable[[], None] = lambda: None  # `Engine.wake`
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None between steps

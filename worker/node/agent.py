@@ -58,14 +58,14 @@ from worker.node.standby import Standby
 TICK_S = 0.5
 #: A node without a heartbeat for this long is lost, and its instances are replaced.
 RECORD_TTL_S = 30.0
-#: Interval of comparing the store with Redis.
+#: Interval of comparisons between the store and Redis.
 SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
 #: An instance without a slot in any record is stopped after this time, in which Redis may be restored.
 UNKNOWN_S = 10.0
 #: Attempts to find the tenants of an instance that ended.
 TENANT_TRIES = 10
-MAX_LOG_CHARS = 500  #: of a log line
+MAX_LOG_CHARS = 500  #: maximum length of a log line
 _LOST_MESSAGE = (
     "No instance can answer the request: the instances that ran it ended, or none can start; retry."
 )

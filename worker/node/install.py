@@ -1,8 +1,8 @@
 """Installs packages from the store, with the Python packages that applications import, and runs them as workers.
 
-Every file is verified when it is fetched, when a node first uses it, and after a change. Files that two
-versions share are fetched once. The Python packages are those of `requirements.lock`, with hashes, from `wheels/` if
-the package has that folder. Only wheels are installed: building a package would run its code outside of any sandbox.
+Every file is verified when it is fetched, when a node first uses it, and after a change. Files that two versions share
+are fetched once. `requirements.lock` pins the Python packages, with hashes; they come from `wheels/` if the package has
+that folder, else from an index. Only wheels are installed: building a package would run its code outside of a sandbox.
 
 Source: pip, "Secure installs".
 """

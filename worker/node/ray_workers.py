@@ -129,7 +129,7 @@ def _check_address(address: str) -> None:
     """Raises: SettingsError if nothing listens at the address. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "//" in address or not port.isdecimal():
-        return  # `auto`, or an address of Ray's own form
+        return  # `auto`, or an address in Ray's own format
     try:
         socket.create_connection((host, int(port)), _CONNECT_WITHIN_S).close()
     except (OSError, OverflowError) as error:

@@ -1,4 +1,4 @@
-"""GPUs and memory of a machine, and memory of its instances, from the kernel: the supervisor loads no torch.
+"""GPUs and memory of a machine, and memory of its instances, read from the kernel: the supervisor loads no torch.
 
 Source: proc(5), `RssAnon` and `RssShmem`; cgroups(7), `memory.max` and version 1's `memory.limit_in_bytes`.
 """
@@ -20,7 +20,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def room_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of the machine, or of its container."""
+    """Memory of the machine, or of its container if that has a lower limit."""
     found = [psutil.virtual_memory().total]
     for name in _LIMITS:
         with suppress(OSError, ValueError):  # missing, or `max`

@@ -291,7 +291,7 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
 async def wait_until_served(
     settings: Settings, num_models: int, search: bool = False
 ) -> list[dict[str, Any]]:
-    """Wait until this many models have workers, and show the progress; returns them, the newest first.
+    """Wait until `num_models` models have workers, and show the progress; returns the models, the newest first.
 
     Deployments and adapters do not count. `search`: wait for the search process too.
     """
@@ -332,7 +332,6 @@ def tell_apart(
     """Separate the model of --model from those of --also."""
     others = []
     if also:
-        # The hub's client is slow to import.
         from engines.packages.resolve import default_name  # noqa: PLC0415
 
         names = {default_name(model) for model in also}
@@ -369,7 +368,7 @@ def show_screen(
     num_workers: int,
     others: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Print what runs, and commands to try it."""
+    """Print the served models and addresses, and commands to try them."""
     url, name = base_url(settings), model["id"]
     is_managed = settings.gateway.root_key is not None
     needs_key = bool(settings.gateway.api_keys) or is_managed

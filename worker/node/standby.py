@@ -53,7 +53,7 @@ class Standby:
         self._not_before = 0.0
 
     async def keep(self, kind: str | None) -> None:
-        """Keep one warm process for this engine, or none for None. Failures are retried after a pause."""
+        """Keep one warm process of the engine `kind`, or no process if None. Failures are retried after a pause."""
         warm = self._warm
         if warm is not None and (warm.kind != kind or not warm.is_alive):
             self._warm = None

@@ -23,7 +23,7 @@ MAX_STARTS = 3  #: maximum starts of a process until all processes are ready
 
 
 class NodeError(Exception):
-    """The node could not start or had to stop; the message says why and what to do.
+    """The node could not start or had to stop; the message has the reason and the remedy.
 
     `exit_code`: exit code of `vlm serve`. The message is empty if the failed process has logged the reason.
     """

@@ -70,7 +70,7 @@ class ImageRefused(RequestError):
 
 @dataclass
 class MediaCounts:
-    """Counts of decoded videos and audio. Units: seconds."""
+    """Totals of decoded videos and audio. Units: seconds."""
 
     length_s: float = 0.0
     decode_s: float = 0.0  #: CPU time of the decoders
