@@ -47,7 +47,7 @@ class HfTokenizer:
         self.vocab_size = max(self._texts) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise UnsupportedCheckpoint(
-                f"tokenizer.json: model.vocab has the id {self.vocab_size - 1}; ids are below {MAX_VOCAB_SIZE}"
+                f"tokenizer.json: model.vocab has the id {self.vocab_size - 1}; ids must be below {MAX_VOCAB_SIZE}"
             )
         self.bos_token: str | None = self.special_variables.get("bos_token")
         self.eos_token_ids: frozenset[int] = frozenset(
@@ -174,7 +174,7 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
 
 @contextmanager
 def readable(name: str = "tokenizer.json") -> Iterator[None]:
-    """Raises: UnsupportedCheckpoint for errors of the library: of any type, and panics, which are no `Exception`."""
+    """Raises: UnsupportedCheckpoint for any error of the library, including panics, which are no `Exception`."""
     try:
         yield
     except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
@@ -262,7 +262,7 @@ _ALPHABET = _byte_alphabet()
 class ByteDecoder:
     """Decodes single tokens. `drops_leading_space`: the first space of a text is dropped.
 
-    Raises: UnsupportedCheckpoint if the decoding of a token depends on its neighbours otherwise.
+    Raises: UnsupportedCheckpoint if the decoding of a token depends on its neighbours in another way.
     """
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:

@@ -80,11 +80,11 @@ def to_openai(function: Function) -> dict[str, Any]:
 
 
 def to_shown(call: ToolCall) -> dict[str, Any]:
-    """A call in the format of chat templates, with its arguments as an object if that can be written."""
+    """A call in the format of chat templates, with its arguments as an object if they can be encoded."""
     arguments: Any = call.arguments
     with suppress(ValueError, RecursionError):
         found = json.loads(call.arguments)
-        json.dumps(found, ensure_ascii=False).encode()  # not with half of a surrogate pair
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half of a surrogate pair
         arguments = found
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -194,7 +194,7 @@ class CallReader:
         self._arguments: JsonEnd | None = None  # parser of the current call's JSON arguments
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
         self._name = self._written = ""  # of a Python call: its name and its text so far
-        self._is_text = False  # the rest is text
+        self._is_text = False  # the remaining output is text
         self.follows_text = not form.is_pythonic  #: whether text precedes the calls
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
@@ -225,7 +225,7 @@ class CallReader:
             return held
         if not self._form.trigger:
             if mark.startswith(held):
-                return ""  # too little is known
+                return ""  # too few characters to decide
             self.is_calling, self._is_text = held.startswith(mark), not held.startswith(mark)
             return "" if self.is_calling else self._find_calls()
         before, found, behind = held.partition(mark)
