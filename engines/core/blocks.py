@@ -1,7 +1,7 @@
 """Allocation of KV blocks and the prefix cache.
 
-Called by the scheduler. A block's hash covers all that its keys and values depend on: the blocks before it, its token
-ids, every image in it with its position, and the tenant's salt.
+Called by the scheduler. A block's hash covers everything that its keys and values depend on: the blocks before it, its
+token ids, every image in it with its position, and the tenant's salt.
 """
 
 from array import array
@@ -77,7 +77,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest cached prefix, without the last token: the next one is sampled from it."""
+        """The longest cached prefix. The last token is excluded, because sampling needs its logits."""
         if not self._enable_prefix_cache:
             return []
         found: list[int] = []
@@ -190,7 +190,7 @@ class BlockManager:
         self._is_parking = True
 
     def unpark(self) -> None:
-        """Release the parked blocks; blocks that are freed from now on can be reused at once."""
+        """Release the parked blocks; blocks that are freed from now on can be reused immediately."""
         self._is_parking = False
         while self._parked:
             self._give_back(self._parked.pop())

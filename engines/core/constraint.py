@@ -51,7 +51,7 @@ Narrow = Callable[[bytes, Items[int]], bytes]
 class Constraint:
     _matcher: "LLMatcher"
     drafts: "Drafter | None" = None
-    speller: "Drafter | None" = None  #: spells forced text; None: in any tokens
+    speller: "Drafter | None" = None  #: tokenizes forced text; None: any tokenization is allowed
     _narrow: Narrow | None = None
     source: str = ""  #: the grammar without reasoning, in the syntax of llguidance
     _num_consumed: int = 0
@@ -66,7 +66,7 @@ class Constraint:
         return replace(self, _matcher=self._matcher.deep_copy())
 
     def is_silent(self, token_ids: Items[int]) -> bool:
-        """Whether there is no draft after these tokens: without a drafter, or within free text."""
+        """Whether no draft is possible after these tokens: without a drafter, or within free text."""
         drafts = self.drafts
         return drafts is None or (self._num_idle >= IDLE and not drafts.resumes(token_ids[-1]))
 

@@ -33,7 +33,7 @@ class BatchingSettings(EngineSettings):
     """Share KV blocks of equal prefixes."""
     encoder_cache_bytes: int = Field(default=256 * MIB, ge=0)
     """Size of the image feature cache."""
-    #: None: as many as `kv_cache_bytes` holds.
+    #: Number of KV blocks; None: as many as fit into `kv_cache_bytes`.
     num_kv_blocks: int | None = Field(default=None, ge=1, le=1 << 24, json_schema_extra=UNLISTED)
     max_images_per_step: int = Field(default=8, ge=1)
     """Maximum number of images encoded per step."""

@@ -37,7 +37,7 @@ _SURE = 0.9
 _NEWEST = 0.1
 #: Weights of the newest token in the acceptance rates of a sequence and of grammar drafts.
 _NEWEST_OF_SEQUENCE, _NEWEST_OF_FORCED = 0.3, 0.05
-#: Steps with drafts after which one runs without, to measure its time.
+#: Consecutive steps with drafts, after which a step without drafts runs to measure its time.
 _PLAIN_EVERY = 64
 #: Tokens until the next trial draft of a sequence whose drafts do not pay: first and longest.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
@@ -66,7 +66,7 @@ class History:
     _is_trial: bool = False  # whether its last draft was a trial
     _key: int = 0  # the n-gram before the first position that is not indexed
     _latest: dict[int, int] = field(default_factory=dict)
-    # by position; 0: none
+    # by position: the position after the previous equal n-gram; 0: none
     _earlier: "array[int]" = field(default_factory=lambda: array("i", [0] * _NGRAM))
 
     def rests(self, sequence: Sequence) -> bool:
