@@ -163,7 +163,7 @@ class Vllm(Dialect):
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
         if request.priority is Priority.BATCH and not self._settings.url:
-            body["priority"] = 1  # an error without --scheduling-policy priority
+            body["priority"] = 1  # refused without --scheduling-policy priority
         if request.images:
             body["content_parts"] = [
                 {"type": f"{each.kind}_url", "url": data_url(each.pixels), "uuid": each.image_hash}
