@@ -42,7 +42,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _TOO_DEEP = Reply("error", message="the output is nested too deeply")
-#: Maximum nesting of a value. On Python 3.11, msgspec decodes 998 levels, and the message around the value has some.
+#: Maximum nesting of a value. On Python 3.11, msgspec decodes 998 levels, including those of the message around it.
 _MAX_LEVELS = 800
 
 

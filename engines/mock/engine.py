@@ -88,7 +88,7 @@ NO_THINKING = list(b"<think>\n\n</think>\n\n")
 
 
 class MockSettings(BaseModel):
-    """What the mock simulates. Units: seconds, tokens."""
+    """Parameters of the simulation. Units: seconds, tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -144,7 +144,7 @@ class MockMedia(Struct, frozen=True):
 
 
 class MockProcessor:
-    """Prompts in a simple template."""
+    """Builds prompts with a simple template."""
 
     is_quick = True
     decodes_images = False
@@ -411,7 +411,7 @@ _CLOSING = tuple(b'}]",0')
 
 
 def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
-    """The token, if the grammar allows it, else another; instead of EOS one that closes a JSON value."""
+    """The token if the grammar allows it, else another one: instead of EOS, one that closes a JSON value."""
     allowed = [t for t in range(VOCAB_SIZE) if mask[t >> 3] >> (t & 7) & 1]
     if token_id in allowed:
         return token_id
@@ -424,7 +424,7 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
 
 
 class MockEngine(BatchingEngine):
-    """The engine over a mock: functions are called whenever allowed, and images opened but not decoded."""
+    """Batching over a mock runner. It calls functions whenever allowed, and opens images without decoding them."""
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
         with open_image(data, (image.width, image.height)) as opened:
@@ -447,7 +447,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
 
 
 def _num_kv_blocks(settings: MockEngineSettings) -> int:
-    """The configured number, else enough for all sequences at their maximum length."""
+    """The configured number, else enough blocks for all sequences at their maximum length."""
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
     if settings.kv_cache_bytes is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.base import UnsupportedCheckpoint
 
-MAX_FILE_BYTES = 128 * 1024 * 1024  # the largest tokenizer.json known has 33 MB
+MAX_FILE_BYTES = 128 * 1024 * 1024  # the largest known tokenizer.json has 33 MB
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -75,7 +75,7 @@ def quantization_section(config: "Fields") -> "Fields":
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a JSON file; absent is null. All methods raise UnsupportedCheckpoint for an invalid field."""
+    """An object of a JSON file. An absent field is null. Methods raise UnsupportedCheckpoint for an invalid field."""
 
     file: str
     values: Mapping[str, Any]

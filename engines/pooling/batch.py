@@ -15,7 +15,7 @@ from typing import Any
 
 NOT_FINITE = "The model's numbers for an input are not finite: send another input."
 _key = attrgetter("key")
-#: Overhead of an entry.
+#: Overhead of a cache entry.
 _ENTRY_BYTES = 256
 
 
@@ -28,7 +28,7 @@ class Row:
     kind: str = "text"
     num_image_tokens: int = 0
     num_padding: int = 0  #: padding among its tokens
-    #: Equal for rows of a kind and equal options with equal results; empty: not cached.
+    #: Rows of equal kind, options and identity have equal results; empty: not cached.
     identity: bytes = b""
     dimensions: int = 0  #: of the vector; 0: all, or a score
     is_normalized: bool = True
@@ -69,7 +69,7 @@ class Waiting:
         self.num_tokens -= row.num_tokens
 
     def take(self, max_tokens: int, max_rows: int) -> list[Row]:
-        """Remove the rows of the next step, shortest first: at least the oldest one, whatever its length."""
+        """Remove the rows of the next step, shortest first: at least the oldest one, regardless of its length."""
         oldest = next(iter(self._by_age.values()))
         rows = self._by_length[oldest.kind]
         begin = bisect_left(rows, oldest.key, key=_key)
@@ -89,7 +89,7 @@ class Waiting:
 
 
 def _nearer(rows: list[Row], below: int, above: int, num_tokens: int) -> int | None:
-    """The index of the row with the nearer length; of equal ones the shorter."""
+    """The index of the row whose length is nearer; the shorter row if both are equally near."""
     if below < 0 or above >= len(rows):
         return above if above < len(rows) else below if below >= 0 else None
     shorter_by = num_tokens - rows[below].num_tokens

@@ -40,7 +40,7 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """Pooling of a model's last layer, and prompts before its texts."""
+    """Pooling of a model's last layer, and the prompts that precede its texts."""
 
     pooling: Pooling = "mean"
     modules: tuple[DenseConfig | Normalize, ...] = ()  #: after the pooling, in order
@@ -91,7 +91,7 @@ def read_shorter_dimensions(directory: Path, whole: int) -> tuple[int, ...]:
     name, fields = "matryoshka_dimensions", read_json(directory / "config.json")
     found = fields.get(name, [])
     if not isinstance(found, list) or not all(isinstance(each, int) and each > 0 for each in found):
-        raise fields.refuse(name, f"is {shown(found)}, no list of positive integers")
+        raise fields.refuse(name, f"is {shown(found)}, not a list of positive integers")
     return tuple(sorted(each for each in found if each < whole))
 
 

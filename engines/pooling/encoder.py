@@ -20,7 +20,7 @@ from engines.pooling.texts import Texts
 
 #: Largest ratio of padding to real tokens in a batch of padded rows.
 MAX_PADDING_RATIO = 0.15
-#: Tokens of packed rows per forward pass on a CPU; more are not faster and take more memory.
+#: Tokens of packed rows per forward pass on a CPU; more are not faster and use more memory.
 MAX_CPU_TOKENS = 2048
 #: Model types with `PackedLayers`, and the position of a row's first token.
 PACKED_TYPES: dict[str, int | None] = {
@@ -161,7 +161,7 @@ def first_position(config: Any) -> int:
 
 
 def parts(rows: Sequence[Row], num_tokens: int) -> Iterator[Sequence[Row]]:
-    """Rows in parts of at most this many tokens, or of one row."""
+    """Split rows into parts of at most `num_tokens` tokens, or of one longer row."""
     begin = size = 0
     for index, row in enumerate(rows):
         if index > begin and size + row.num_tokens > num_tokens:
