@@ -32,7 +32,7 @@ from engines.base import (
 from shared.protocol import ErrorCode, FinishReason, Priority, Run, RunOutput, StageTimings, Usage
 
 POLL_S = 0.05
-MAX_TRIES = 2  #: of a task whose process ended
+MAX_TRIES = 2  #: tries of a task whose process ended
 MAX_ENTERS = 3  #: attempts to enter a session
 _MAX_STARTS = 3  # consecutive failed starts before the worker gives up
 _ENTER_PAUSE_S = 0.5

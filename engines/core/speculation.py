@@ -29,9 +29,9 @@ _MAX_INDEXED = 2048
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: Prior acceptance rates.
 _FORCED_RATE, _RATE = 0.9, 0.5
-#: Acceptance rate above which an unprofitable draft is reconsidered after this many tokens.
+#: Acceptance rate above which an unprofitable draft is reconsidered early, after this many tokens.
 _LIKELY, _REST = 0.6, 8
-#: Acceptance rate above which an unprofitable draft is not retried.
+#: Acceptance rate above which a successful trial does not resume drafting.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1

@@ -1,7 +1,7 @@
 """Selects the inputs of a step, and caches results by input, with limits of memory and age. Torch-free.
 
-The oldest input is always included, the rest of the budget goes to inputs of similar length. This limits padding; models
-without padding compute rows of one length in one attention call. No input starves.
+The oldest input is always included, so no input starves; the remaining budget is for inputs of similar length. This
+limits padding. Models without padding compute rows of one length in one attention call.
 """
 
 import time
@@ -106,7 +106,7 @@ def cache_key(tenant: str, row: Row) -> bytes:
 
 
 class ResultCache:
-    """Not thread-safe."""
+    """A cache of results by input. Not thread-safe."""
 
     def __init__(
         self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic

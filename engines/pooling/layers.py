@@ -358,7 +358,7 @@ def num_outputs(modules: Sequence[DenseConfig | Normalize], num_inputs: int) -> 
         if isinstance(each, DenseConfig):
             if each.num_inputs != num_inputs:
                 raise UnsupportedCheckpoint(
-                    f"{each.folder}/config.json: in_features is {each.num_inputs}, its input has {num_inputs}"
+                    f"{each.folder}/config.json: in_features is {each.num_inputs}, but its input has {num_inputs}"
                 )
             num_inputs = each.num_outputs
     return num_inputs

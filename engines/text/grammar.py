@@ -39,7 +39,7 @@ from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_CPU_S = 0.5  #: to compile a grammar and compute its first mask
+MAX_CPU_S = 0.5  #: CPU time to compile a grammar and compute its first mask
 MAX_BYTES = 256 * 1024 * 1024
 _MAX_KEPT = 256  #: cached results: compiled grammars and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024

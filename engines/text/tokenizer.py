@@ -24,7 +24,7 @@ _MAX_TOKEN_BYTES = 512
 
 
 class HfTokenizer:
-    """Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint."""
+    """A checkpoint's tokenizer. Added tokens in `template` are control tokens too. Raises: UnsupportedCheckpoint."""
 
     def __init__(self, directory: Path, image_token_id: int | None, template: str = "") -> None:
         """`image_token_id` is None for a text-only model."""
@@ -362,7 +362,7 @@ def to_tokenizer_json(tekken: Fields) -> dict[str, Any]:
 
 
 def find_merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs that tokens are merged from, in the order of the tokens' ranks."""
+    """The pairs of tokens that form another token, in the order of its rank."""
     found = []
     for whole, rank in ranks.items():
         cuts = ((whole[:i], whole[i:]) for i in range(1, len(whole)))

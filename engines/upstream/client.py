@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     async def send(self, request: httpx.Request, receive: Callable[[int, bytes], None]) -> bool:
-        """Send a request; call `receive` with the status and each piece of the body. Returns whether it can be reused.
+        """Send a request; pass status and each piece of the body to `receive`. Returns whether to reuse the connection.
 
         Raises: OSError, httptools.HttpParserError.
         """

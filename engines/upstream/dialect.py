@@ -22,7 +22,7 @@ MODELS = "/v1/models"
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest(EngineRequest):
-    """A prepared request. `max_tokens` is the number of output tokens, those of earlier attempts included."""
+    """A prepared request. `max_tokens` is the number of output tokens, including those of earlier attempts."""
 
     grammar: Grammar | None = None
     grammar_source: str = ""  #: the grammar in the syntax of llguidance, if the server runs it

@@ -32,7 +32,7 @@ from engines.upstream.settings import UpstreamSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, error_message
 from shared.protocol import ErrorCode, FinishReason, Generate, Task, Tools
 
-ADAPTER_S = 120.0  #: to load an adapter
+ADAPTER_S = 120.0  #: time limit to load an adapter
 
 
 class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequest]):

@@ -151,7 +151,7 @@ def to_wav(audio: OpenAudio) -> MediaFile:
 
 @readable()
 def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, str]]:
-    """Id and text of the template's token for each kind of media that the model takes. Raises: UnsupportedCheckpoint."""
+    """Id and text of the template's token for each supported kind of media. Raises: UnsupportedCheckpoint."""
     config = read_json(directory / "config.json")
     added = read_json(directory / "tokenizer.json").get("added_tokens") or []
     spelled: dict[int, str] = {token["id"]: token["content"] for token in added}

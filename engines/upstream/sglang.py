@@ -161,7 +161,7 @@ class Sglang(Dialect):
 
 
 def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
-    """New tokens; logprobs are those of the whole answer so far, or of the new tokens."""
+    """The new tokens. `meta` has the logprobs of the whole answer so far, or only those of the new tokens."""
     scores = meta.output_token_logprobs[len(meta.output_token_logprobs) - len(token_ids) :]
     if len(scores) < len(token_ids) or not token_ids:
         return [TokenChoice(token_id) for token_id in token_ids]

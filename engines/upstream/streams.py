@@ -24,7 +24,7 @@ from engines.upstream.server import ServerProcess
 from shared.protocol import ErrorCode
 
 POLL_S = 0.05
-MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
+MAX_TRIES = 3  #: tries of a stream that breaks while the server is healthy
 RETRY_S = 0.2
 BUSY = (429, 503)
 _ERROR = b'"error"'
@@ -47,7 +47,7 @@ class OpenRequest(ABC):
 
     stream_id = ""  #: id of the last send, unique in this process
     num_breaks = 0
-    num_tokens = 0  #: output tokens, those of earlier attempts included
+    num_tokens = 0  #: output tokens, including those of earlier attempts
     is_started = False  #: whether there is output of this attempt
     is_complete = False  #: whether only `DONE` is missing, which some servers omit
     #: Path and JSON of a call that aborts the request at the server; None: not needed, or the server has finished.

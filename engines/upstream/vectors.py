@@ -39,7 +39,7 @@ from engines.upstream.streams import BUSY, OPERATOR, error_message
 from shared.protocol import Embed, Rerank
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
-TIMEOUT_S = 120.0  #: of one batch
+TIMEOUT_S = 120.0  #: time limit of one batch
 RETRY_S = (0.2, 1.0, 5.0)  #: pauses after a failure of the server
 
 
