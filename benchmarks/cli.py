@@ -78,7 +78,7 @@ def bench_gateway(
     growth: Annotated[
         int,
         typer.Option(
-            min=0, max=1000, help="Measure Redis with this many workers of 100 idle requests."
+            min=0, max=1000, help="Redis' CPU time for this many workers of 100 idle requests."
         ),
     ] = 0,
     tokens: Annotated[

@@ -59,7 +59,7 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
 
 def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> None:
     """Print medians, with minimum and maximum."""
-    table = new_table(f"median, and least-most, of {len(rows[0].runs)}", *_COLUMNS)
+    table = new_table(f"median and minimum-maximum, of {len(rows[0].runs)}", *_COLUMNS)
     for row in rows:
         table.add_row(*_cells(row, machine))
     show(

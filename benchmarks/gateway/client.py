@@ -133,4 +133,4 @@ def check_answer(answer: bytes, job: Job) -> None:
         raise BenchError("the answer does not have the requested length")
     text = "".join(map(json.loads, CONTENT.findall(body)))
     if not text or job.expected_text not in (None, text):
-        raise BenchError("the text is not the expected one")
+        raise BenchError("the text differs from the expected text")

@@ -83,7 +83,7 @@ def run(servers: list[Server], num_requests: int, num_tokens: int, rounds: int) 
         server.latencies_s.append(latency_s)
         print(f"round {number + 1}: {server.name} {rate:.3f} requests/s", flush=True)
     table = new_table(
-        f"{num_requests} requests at once, {num_tokens} tokens each: median, and least-most",
+        f"{num_requests} requests at once, {num_tokens} tokens each: median and minimum-maximum",
         "server", "prompt tokens", "requests/s", "median latency s", f"{servers[0].name}, times",
     )  # fmt: skip
     best = statistics.median(servers[0].rates)

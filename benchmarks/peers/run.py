@@ -56,7 +56,7 @@ def run(
         "folder": str(FOLDER),
     }
     columns = [f"{name}\n{WORKLOADS[name].unit}" for name in workloads]
-    table = new_table("median, and least-most", "system", *columns)
+    table = new_table("median and minimum-maximum", "system", *columns)
     with run_peers(systems, FOLDER, options) as peers:
         found = [_measure(name, peers, rounds, num_context, ends_at) for name in workloads]
     for system in systems:

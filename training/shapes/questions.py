@@ -96,7 +96,7 @@ class Asker:
         return picked[0], picked[1]
 
     def _single_out(self, shape: Shape) -> Selector:
-        """A selector of this shape alone, if there is one."""
+        """A selector of only this shape, if that is possible."""
         ways = [
             Selector(shape.kind),
             Selector(shape.kind, shape.color),

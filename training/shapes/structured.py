@@ -1,4 +1,4 @@
-"""Questions with JSON answers, whose property names a schema determines, and with function calls."""
+"""Questions that are answered by JSON or function calls. A schema determines the JSON's property names."""
 
 import json
 from collections.abc import Iterator

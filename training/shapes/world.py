@@ -25,7 +25,7 @@ PLACES = (
 MAX_SHAPES = 4
 
 _NUM_SHAPES_WEIGHTS = (1, 9, 13, 14, 13)  # weights of scenes with 0, 1, 2, 3 and 4 shapes
-_BACKGROUND_WEIGHTS = (8, 3, 3, 1, 1, 1, 1, 1, 1)  # in the order of BACKGROUNDS; white is usual
+_BACKGROUND_WEIGHTS = (8, 3, 3, 1, 1, 1, 1, 1, 1)  # in the order of BACKGROUNDS; white is common
 
 
 @dataclass(frozen=True, slots=True)
