@@ -139,7 +139,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         num_positions = self.max_model_len - max_output_tokens
         if max(map(max, request.positions), default=0) >= num_positions:
             raise InvalidRequest(
-                f"the prompt's images and videos need positions above {num_positions - 1}: send fewer"
+                f"the prompt's images and videos need positions beyond {num_positions - 1}: send fewer"
             )
         sequence = Sequence.from_request(request, max_output_tokens, self.tokenizer.eos_token_ids)
         sequence.images = tuple(
