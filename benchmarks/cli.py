@@ -201,11 +201,11 @@ def bench_burst(
     servers: Annotated[
         list[str], typer.Argument(help="NAME=URL of running servers with the OpenAI API.")
     ],
-    requests: Annotated[int, typer.Option(min=1, help="Requests that arrive at once.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Simultaneous requests.")] = 64,
     num_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
 ) -> None:
-    """Measure servers in turn with requests that arrive at once, each with a new image."""
+    """Measure servers alternately with simultaneous requests, each with a new image."""
     from benchmarks.peers.burst import Server, run
 
     named = [Server(name, url.rstrip("/")) for name, _, url in (x.partition("=") for x in servers)]

@@ -61,7 +61,7 @@ def in_turn(rounds: int, targets: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
 
 
 def measuring(turns: Sequence[Turn]) -> Iterator[Turn]:
-    """Yield each turn, with a progress bar on standard error, or with one line per turn if it is no terminal."""
+    """Yield each turn, with a progress bar on standard error, or one line per turn if that is no terminal."""
     screen = Console(stderr=True)
     if screen.is_terminal:  # few refreshes, because this process is part of the measurement
         yield from track(turns, "measuring", console=screen, transient=True, refresh_per_second=1)

@@ -24,7 +24,7 @@ def models(
         bool, typer.Option("--check", help="Show which models run on this machine.")
     ] = False,
 ) -> None:
-    """List built-in models and those in the hub's cache."""
+    """List built-in models and models in the hub's cache."""
     from engines.packages.cache import format_bytes, list_models
 
     if check and find_spec("torch") is None:

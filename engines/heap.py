@@ -20,7 +20,7 @@ def use_one_heap() -> None:
 def keep_freed_memory() -> None:
     """Keep up to 1 GiB of freed memory for later allocations, so that pages are zeroed once.
 
-    For a process that reuses large buffers; call it after its permanent allocations. No effect before glibc 2.35.
+    Useful in processes that reuse large buffers, after their permanent allocations. No effect before glibc 2.35.
     """
     if _mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT):
         _mallopt(_M_TRIM_THRESHOLD, MOST_KEPT)

@@ -159,7 +159,7 @@ class VideoFile:
         return self._keys[max(0, bisect_right(self._keys, pts) - 1)]
 
     def _decode_from(self, pts: int) -> Iterator[Any]:
-        """Decode from a key frame on, or from an earlier one. Raises: InvalidImage."""
+        """Decode from the key frame at `pts`, or from an earlier frame. Raises: InvalidImage."""
         if self._can_seek:
             try:
                 self._container.seek(pts, stream=self._stream, backward=True, any_frame=False)

@@ -59,7 +59,7 @@ def _measure_arithmetic(device: torch.device, dtype: torch.dtype) -> float:
 
 def _best_s(compute: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(_TRIES + 1):  # the first one warms up
+    for _ in range(_TRIES + 1):  # the first run is a warm-up
         started = time.perf_counter()
         compute()
         if device.type == "cuda":

@@ -66,7 +66,7 @@ class Cell:
     has_new_images: bool = False
 
 
-#: The results of two targets by name, in adjacent pairs.
+#: Results by cell and target. Results of equal index are from adjacent turns.
 Measured = dict[Cell, dict[str, list[Result]]]
 
 
@@ -91,7 +91,7 @@ def measure(
     folder: Path | None = None,
     num_starts: int = 1,
 ) -> Measured:
-    """Measure the bare endpoint, or the fleet of the checkout in `folder`, and the fleet of this one.
+    """Measure the bare endpoint, or the fleet of the checkout in `folder`, and this checkout's fleet.
 
     The memory layout of a process affects its speed until it ends, so the targets are started `num_starts` times.
     """

@@ -11,7 +11,7 @@ import venv
 from pathlib import Path
 
 LLAMA_CPP_VERSION = "0.3.36"
-#: By maker. The embedding engines use one version of torch. Infinity's last release needs older transformers.
+#: Packages by maker. The embedding engines use one version of torch. Infinity's last release needs older transformers.
 _PACKAGES = {
     "llama.cpp": (
         "--no-binary=llama-cpp-python", "gguf==0.19.0", f"llama-cpp-python=={LLAMA_CPP_VERSION}",

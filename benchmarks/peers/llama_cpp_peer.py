@@ -70,7 +70,7 @@ class LlamaCpp:
                 [(token, self._num_context + step, seq) for seq, token in enumerate(tokens)], True
             )
             tokens = self._compute(batch)
-            if step:  # the first one warms up
+            if step:  # the first step is a warm-up
                 elapsed += time.perf_counter() - started
         return elapsed
 

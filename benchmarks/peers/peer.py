@@ -17,7 +17,7 @@ Task = Literal["decode", "prefill", "image", "first_token"]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload. Decoding has a batch size and a number of steps."""
+    """A task; for decoding, with a batch size and a number of steps."""
 
     name: str
     task: Task

@@ -1,4 +1,4 @@
-"""Creates requests of random tokens and one random image, processed by the checkpoint's processor; each is new."""
+"""Creates requests of new random tokens and one new random image, processed by the checkpoint's processor."""
 
 import random
 from dataclasses import replace

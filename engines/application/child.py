@@ -192,7 +192,7 @@ class Child:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         own: list[psutil.Process] = []
-        with suppress(psutil.Error):  # including those outside its process group
+        with suppress(psutil.Error):  # including children outside its process group
             own = psutil.Process(self._process.pid).children(recursive=True)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

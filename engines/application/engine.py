@@ -94,7 +94,7 @@ class ApplicationEngine(Engine[TaskInput]):
         )
 
     def add(self, request: TaskInput) -> None:
-        """Queue a task, interactive ones before others. Raises: InvalidRequest."""
+        """Queue a task; interactive tasks precede batch tasks. Raises: InvalidRequest."""
         present = [*self._waiting, *([self._current] if self._current else [])]
         if any(each.request_id == request.request_id and not each.is_cancelled for each in present):
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -105,7 +105,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._waiting.insert(place, request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a task; a running one is cancelled, and its process killed after `grace_s`."""
+        """Drop a task. A running task is cancelled; its process is killed if the task has not ended after `grace_s`."""
         current = self._current
         if current is None or current.request_id != request_id or current.is_cancelled:
             self._waiting = deque(each for each in self._waiting if each.request_id != request_id)

@@ -70,7 +70,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without a reference, published ones included."""
+        """Number of blocks without a reference, including published blocks."""
         return len(self._empty) + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:

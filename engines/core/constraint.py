@@ -58,7 +58,7 @@ class Constraint:
     _mask: bytes | None = None  # at the matcher's position
     _cpu_s: float = 0.0
     _slowest_s: float = 0.0
-    _num_idle: int = 0  # tokens since the last one with a forced continuation
+    _num_idle: int = 0  # tokens since the last forced continuation
 
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""

@@ -135,7 +135,7 @@ class StepResult(Struct):
     #: For requests whose scheduled tokens reach an unencoded image: number of computed tokens before it, or 0.
     num_computed: dict[str, int] = field(default_factory=dict)
     over_budget: frozenset[str] = frozenset()
-    #: By request, for the tokens of `ScheduledSequence.scored`.
+    #: Scores by request, for the tokens of `ScheduledSequence.scored`.
     prompt_scores: dict[str, list[PromptScore]] = field(default_factory=dict)
 
 

@@ -32,7 +32,7 @@ from shared.protocol import FinishReason
 class Scheduler:
     """Owns every sequence from `add` to `finish`.
 
-    No sequence starves: the oldest running one can preempt all younger ones, each sequence fits into the pool at its
+    No sequence starves: the oldest running sequence can preempt all others, each sequence fits into the pool at its
     maximum length, and a batch sequence is overtaken a limited number of times.
     """
 
@@ -298,7 +298,7 @@ def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
-    """Queue a sequence last, or first, in its class; interactive ones precede batch work."""
+    """Queue a sequence at the end or start of its class; interactive sequences precede batch work."""
     is_preemptible = sequence.is_preemptible
     is_new = sequence.request_id not in queue
     if is_new and not first and (is_preemptible or not _ends_with_batch_work(queue)):

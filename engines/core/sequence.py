@@ -179,14 +179,14 @@ class Sequence(Struct, eq=False):
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache: those whose logits are not needed."""
+        """Number of leading tokens that may come from the prefix cache, because their logits are not needed."""
         if self.num_scored_tokens < self.num_prompt_tokens:
             return max(self.num_scored_tokens - 1, 0)
         return len(self.token_ids) - 1
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
 

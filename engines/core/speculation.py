@@ -233,7 +233,7 @@ class Speculator:
     def _longest(self, p: float, most: int, num_running: int) -> tuple[int, float]:
         """The best draft length and the expected number of accepted tokens.
 
-        `p` is the acceptance rate. A length of unknown cost is tried only if the next shorter one is known.
+        `p`: acceptance rate. A length of unknown cost is tried only if the cost of the next shorter length is known.
         """
         num_sure, num_planned = num_running + self._num_expected, self._num_planned
         best = num_sure / (1 + self._cost(num_running, num_planned))

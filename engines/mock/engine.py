@@ -75,7 +75,7 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
-#: Limit of the blocks of `kv_cache_bytes`; only the list of blocks takes memory.
+#: Limit of blocks computed from `kv_cache_bytes`, because the mock allocates a list of all blocks.
 _MAX_KV_BLOCKS = 1 << 20
 _SPECIAL = {EOS_ID: "<eos>", IMAGE_ID: "<image>"}
 FEATURE_BYTES_PER_TOKEN = 1024
@@ -113,7 +113,7 @@ class MockEngineSettings(BatchingSettings):
 
 
 class MockTokenizer:
-    """One token per byte, and one per word of the answers with its leading space."""
+    """A vocabulary of all bytes, and of the answers' words with a leading space."""
 
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS_ID})

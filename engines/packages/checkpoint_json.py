@@ -30,7 +30,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def name_some(names: list[str], most: int) -> str:
-    """The first names, and the number of the others."""
+    """The first `most` names, and the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -183,7 +183,7 @@ def _plan(repo: str, revision: str | None) -> list[Any] | None:
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except OSError as error:  # DryRunError, or a failed request
-        if isinstance(error.__cause__, RepositoryNotFoundError):  # includes gated ones
+        if isinstance(error.__cause__, RepositoryNotFoundError):  # includes gated repositories
             raise error.__cause__ from None
         return None
 

@@ -133,7 +133,7 @@ class ResultCache:
         return result
 
     def keep(self, key: bytes, result: bytes) -> None:
-        """Add a result, evicting the least recently used ones."""
+        """Add a result, and evict the least recently used results."""
         if key in self._entries:
             return
         self._entries[key] = result, self._clock()

@@ -51,7 +51,7 @@ class SentenceConfig:
 
 
 def read_sentence_config(directory: Path) -> SentenceConfig:
-    """Without `modules.json`: mean pooling, not normalized. Raises: UnsupportedCheckpoint."""
+    """Without `modules.json`, vectors are mean-pooled and not normalized. Raises: UnsupportedCheckpoint."""
     modules = load_json(directory / "modules.json", [])
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise UnsupportedCheckpoint("modules.json is not a list of objects")

@@ -78,7 +78,7 @@ class Encoder(PoolingModel):
         give_vectors(rows, self._head(vectors))
 
     def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """The last layer of groups of rows of one length; (n, 1, E) if one token of each row is kept."""
+        """Outputs of the last layer by groups of rows of one length; (n, 1, E) if one token of each row is kept."""
         if self._layers is None:
             for group in padded_groups(rows):
                 yield from self._padded(group)

@@ -72,7 +72,7 @@ class Item:
     text: str
     is_whole: bool = False  #: as in `ImageInput`
     is_filled: bool = False  #: whether all tokens of the item are slots
-    #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
+    #: Separator token at both ends of the text. Adjacent images share a separator; a space follows it before a word.
     separator: str = ""
     kind: str = "image"
     slot_id: int | None = None  #: token of the item's slots; None: the model's slot token
@@ -82,7 +82,7 @@ class Item:
 
 
 class ControlSpelling:
-    """Finds spelled control tokens, and guards those in user text."""
+    """Finds texts of control tokens, and guards them in user text."""
 
     def __init__(self, tokens: Mapping[str, ControlToken], slot_id: int | None = None) -> None:
         """`slot_id`: a run of this token is split off as one piece, since an image has hundreds."""

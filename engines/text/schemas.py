@@ -9,11 +9,11 @@ from typing import Any
 
 from engines.base import BadGrammar, GrammarTooComplex
 
-#: llguidance's options; those of the client are replaced. At most one space, because small models can write white space
-#: forever. No unicode escapes, which could spell a named member as an additional one.
+#: llguidance's options, which replace the client's. At most one space, because small models can write white space
+#: forever. No unicode escapes, which could spell a named member as an additional member.
 _OPTIONS = {"whitespace_pattern": " ?", "json_allowed_escapes": 'nrbtf"\\'}
 
-#: Keywords with plain values, and those with schemas by name.
+#: Keywords whose values are no schemas, and keywords whose values are schemas by name.
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 #: Keywords that limit the length of a string.
@@ -104,7 +104,7 @@ class _Preparation:
 
     def _prepare_value(self, key: str, value: Any) -> Any:
         if key in _VALUES:
-            # control characters, which the options above do not let llguidance write
+            # with the options above, llguidance cannot write control characters
             is_checked = key in ("const", "enum") and not self._is_lenient
             if is_checked and _BY_NUMBER.search(json.dumps(value)):
                 raise Refusal("control characters in const and enum are not supported")

@@ -83,7 +83,7 @@ class HfTokenizer:
         backend = self._first if is_first else self._later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
-            # The vocabulary may contain control tokens as plain ones; single characters cannot form them.
+            # The vocabulary may contain control tokens as plain tokens; single characters cannot form them.
             tokens = [t for c in text for t in backend.encode(c, add_special_tokens=False).tokens]
         return [self._ids[token] for token in tokens]
 

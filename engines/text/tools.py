@@ -211,14 +211,14 @@ class CallReader:
         return said, pieces
 
     def finish(self) -> str:
-        """The text that was held back because it might begin a call, or that did not become one."""
+        """The text that was held back because it might begin a call, or that did not become a call."""
         held, self._held = self._written + self._held, ""
         if self.is_calling and not self._form.is_pythonic:
             return "" if self.num_calls else self._form.trigger + held
         return held
 
     def _find_calls(self) -> str:
-        """Text before the first call; text that may begin one is held back."""
+        """Text before the first call; text that may begin a call is held back."""
         mark, held = self._form.mark, self._held
         if self._is_text:
             self._held = ""

@@ -95,7 +95,7 @@ class VectorModel(PoolingModel):
             self._send(list(same))
 
     def _send(self, rows: list[Row]) -> None:
-        """Send rows in one request. If the server refuses several, each is sent alone."""
+        """Send rows in one request. If the server refuses several rows, each row is sent alone."""
         first = rows[0].content
         body: dict[str, Any] = {"model": self._model}
         if isinstance(first, Words):

@@ -65,7 +65,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Vllm(Dialect):
-    """Continues answers from token ids; those with grammars or penalties only with our logits processor."""
+    """Continues answers from token ids. Answers with grammars or penalties need our logits processor."""
 
     name = "vLLM"
     program = ("vllm", "serve")

@@ -80,7 +80,7 @@ def is_on_side(shape: Shape, other: Shape, side: str) -> bool:
 
 
 def is_beside(scene: Scene, selector: Selector, other: Selector, side: str) -> str:
-    """Whether a selected shape is on a side of one of `other`: "yes", "no" or "There is no star."."""
+    """Whether a selected shape is on `side` of a shape of `other`: "yes", "no" or "There is no star."."""
     for each in (other, selector):
         if not each.pick(scene):
             return missing(each)
@@ -90,7 +90,7 @@ def is_beside(scene: Scene, selector: Selector, other: Selector, side: str) -> s
 
 
 def what_is_beside(scene: Scene, other: Selector, side: str) -> str:
-    """The shapes on a side of the first of `other`: "a red star", "nothing" or "There is no star."."""
+    """The shapes on `side` of the first shape of `other`: "a red star", "nothing" or "There is no star."."""
     picked = other.pick(scene)
     if not picked:
         return missing(other)
