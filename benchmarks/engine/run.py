@@ -133,7 +133,7 @@ class Bench:
         for cell in measuring(options.rounds * cells):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
-        self.machine = measure_machine(self.device, self.dtype)  # after all `peak_bytes`
+        self.machine = measure_machine(self.device, self.dtype)  # last: it would raise `peak_bytes`
         return [Row(cell[0].name, cell[1], runs[cell], peaks[cell]) for cell in cells]
 
 

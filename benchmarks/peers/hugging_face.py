@@ -33,7 +33,7 @@ class HuggingFace:
         disable_progress_bar()
         model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
         self._model: Any = model.eval()
-        self._is_static: dict[int, bool] = {}  # by batch size: whether it is faster
+        self._is_static: dict[int, bool] = {}  # by batch size: whether the static cache is faster
         self._generator = torch.Generator().manual_seed(0)
 
     @torch.inference_mode()

@@ -107,7 +107,7 @@ class Child:
         self._unread = bytearray()
         self._log = LogForwarder(self._process.stderr, self._conceal)
         self._looked_at = time.monotonic()
-        self.memory_bytes = 0  #: of all its processes, at the last check
+        self.memory_bytes = 0  #: memory of all its processes at the last check
 
     def send(self, message: bytes) -> None:
         """Queue a message for the process; `receive` writes it."""

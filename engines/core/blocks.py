@@ -19,8 +19,8 @@ class Block:
 
     ref_count: int = 0
     block_hash: bytes | None = None
-    parent_hash: bytes | None = None  #: of a published block
-    token_ids: list[int] | None = None  #: of a published block, compared on a hit
+    parent_hash: bytes | None = None  #: parent of a published block
+    token_ids: list[int] | None = None  #: tokens of a published block, compared on a hit
 
 
 def hash_root(cache_salt: str) -> bytes:

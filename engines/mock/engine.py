@@ -103,7 +103,7 @@ class MockSettings(BaseModel):
     num_reasoning_tokens: int = Field(default=0, ge=0)
     """Reasoning words before an answer, in `<think>`."""
     num_output_tokens: int = Field(default=24, ge=1)
-    """Tokens of an answer that nothing else ends."""
+    """Tokens of an answer, unless the request ends or extends it."""
 
 
 class MockEngineSettings(BatchingSettings):
@@ -164,12 +164,12 @@ class MockProcessor:
         return image.size
 
     def process_video(self, video: OpenVideo) -> MockMedia:
-        """A token for each frame. Raises: InvalidImage."""
+        """One token per frame. Raises: InvalidImage."""
         num_frames = len(video.frames(sample_evenly(video)))
         return MockMedia(num_frames, num_frames)
 
     def process_audio(self, audio: OpenAudio) -> MockMedia:
-        """Ten tokens a second. Raises: InvalidImage."""
+        """Ten tokens per second. Raises: InvalidImage."""
         return MockMedia(-(-len(audio.samples(16_000)) // 6400), kind="audio")
 
     def build_prompt(
@@ -238,8 +238,8 @@ class MockRunner:
         self.block_size = settings.block_size
         self.num_blocks = _num_kv_blocks(settings)
         self._mock = settings.mock
-        self._answers: dict[str, bytes] = {}  # by request: its stream of words so far
-        self._held_images: dict[str, set[str]] = {}  # by request: images with features
+        self._answers: dict[str, bytes] = {}  # stream of words so far, by request
+        self._held_images: dict[str, set[str]] = {}  # images with features, by request
         self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
         self._encoder_cache_limit = settings.encoder_cache_bytes
         self._encoder_cache_bytes = 0

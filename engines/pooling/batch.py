@@ -30,7 +30,7 @@ class Row:
     num_padding: int = 0  #: padding among its tokens
     #: Rows of equal kind, options and identity have equal results; empty: not cached.
     identity: bytes = b""
-    dimensions: int = 0  #: of the vector; 0: all, or a score
+    dimensions: int = 0  #: dimensions of the vector; 0: all, or a score
     is_normalized: bool = True
     result: bytes = b""  #: little-endian float32
     error: str = ""  #: why the row has no result; the call fails with this message

@@ -15,7 +15,7 @@ from engines.packages.checkpoint_json import load_json, read_json, shown
 Pooling = Literal["cls", "mean", "max", "last"]
 _TOKENS = re.compile("_?tokens?$")  #: end of the names of flags in older versions
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
-_MAX_SIZE = 1 << 16  # of a vector
+_MAX_SIZE = 1 << 16  # limit of a vector's dimensions
 _MAX_TOKENS = 2**31 - 1
 #: Files that determine the output.
 _DIGESTED = ("*.safetensors", "*.json", "*/*.json", "*.txt", "*.model")
@@ -43,7 +43,7 @@ class SentenceConfig:
     """Pooling of a model's last layer, and the prompts that precede its texts."""
 
     pooling: Pooling = "mean"
-    modules: tuple[DenseConfig | Normalize, ...] = ()  #: after the pooling, in order
+    modules: tuple[DenseConfig | Normalize, ...] = ()  #: modules after the pooling, in order
     prompts: dict[str, str] = field(default_factory=dict)
     #: Name of the prompt for requests that do not choose one.
     default_prompt: str = ""

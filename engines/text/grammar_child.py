@@ -19,7 +19,7 @@ from engines.child_process import READY, confine, receive_message, restrict, sen
 
 _HEAD = '%llguidance {"no_forcing": true}'
 _MAX_ANSWER_BYTES = 64 * 1024
-_ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, assumed if /proc is missing
+_ADDRESS_BYTES = 1024 * 1024 * 1024  #: address space of an idle child, assumed without /proc
 
 
 class Vocabulary(msgspec.Struct, frozen=True):

@@ -208,7 +208,7 @@ class MultimodalProcessor:
     around: Any = None
 
     def __init__(self, template: str) -> None:
-        self.template = template  #: for checkpoints without a chat template
+        self.template = template  #: template for checkpoints without a chat template
 
     @property
     def image_tokens(self) -> int:

@@ -193,7 +193,7 @@ class CallReader:
         self.is_calling = False  #: whether the first call has begun
         self._arguments: JsonEnd | None = None  # parser of the current call's JSON arguments
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
-        self._name = self._written = ""  # of a Python call: its name and its text so far
+        self._name = self._written = ""  # name of a Python call, and its text so far
         self._is_text = False  # the remaining output is text
         self.follows_text = not form.is_pythonic  #: whether text precedes the calls
 

@@ -85,7 +85,7 @@ class LlamaServer(Dialect):
             "--model", settings.model, "--host", "127.0.0.1", "--port", str(port),
             "--parallel", str(settings.max_num_seqs), "--no-ui",
         ]  # fmt: skip
-        if settings.max_model_len is not None:  # of all slots together
+        if settings.max_model_len is not None:  # context of all slots together
             arguments += ["--ctx-size", str(settings.max_model_len * settings.max_num_seqs)]
         if settings.mmproj:
             arguments += ["--mmproj", settings.mmproj]

@@ -26,7 +26,7 @@ EMPTY_CELL_WEIGHT = 0.3  # most cells are empty; they must not dominate the loss
 
 
 class CodeBook:
-    """Orthonormal vectors. Shapes: `vectors[property]` (classes, width), `patch` (1, width), which is in every patch."""
+    """Orthonormal vectors. Shapes: `vectors[property]` (classes, width); `patch` (1, width), added to every patch."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)

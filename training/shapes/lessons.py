@@ -37,7 +37,7 @@ from training.shapes.world import Scene, mirror, sample_scene
 LENGTH = 320  # tokens of every sequence
 MOST_GROUPS, MOST_FOREIGN, MOST_CLIPS = 1500, 1500, 500  # capacity of an album
 FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 200, 200, 60  # initial size of an album
-SEQUENCES_PER_DRAWING = 32  # after which the album gets a new group, foreign picture and clip
+SEQUENCES_PER_DRAWING = 32  # sequences until the album gets a new group, foreign picture and clip
 # Index pairs of a group: the same image, the same scene in another style, similar scenes
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 

@@ -47,7 +47,7 @@ class Style:
     shade: int | None = None  # index into SHADES; None picks one for each shape
     shade_jitter: int = 0  # largest change of a color channel
     margin: float = 1 / 6  # from the border to the centers of the outer places
-    place_jitter: float = 0.0  # of each shape; the whole layout moves by up to half as much
+    place_jitter: float = 0.0  # jitter of each shape; the whole layout moves by up to half as much
     max_rotation: float = 0.0
     equal_sizes: bool = True  # whether shapes of one size word have the same diameter
     outline_width: float = 0.0

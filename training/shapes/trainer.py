@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 REPORT_EVERY_S = 55.0
 WARMUP = 0.03  # share of the training during which the learning rate increases
 WEIGHT_DECAY = 0.03  # applied to matrices
-AVERAGE_DECAY = 0.998  # of the averaged weights, per step; lower in the first steps
+AVERAGE_DECAY = 0.998  # decay of the averaged weights per step; lower in the first steps
 WEIGHTS = "model.safetensors"
 
 

@@ -31,7 +31,7 @@ from training.shapes_clip.queries import Query, sample_query
 FIRST_GROUPS, NEW_GROUPS = 400, 4  # groups of four images: at first, and drawn per step
 GROUPS_OF_A_STEP = 64
 TEXTS_OF_A_STEP = 128
-HELD_OUT_GROUPS = 200  # for the report
+HELD_OUT_GROUPS = 200  # groups for the report
 
 
 class Student(nn.Module):
