@@ -1,6 +1,6 @@
 """Child processes that communicate over a socket, without the environment's addresses and keys.
 
-A child calls `restrict` and `confine` before it reads untrusted input: they limit its memory and, where the kernel
+A child calls `restrict` and `confine` before it reads untrusted input. They limit its memory and, where the kernel
 supports seccomp, deny access to files, sockets, programs and other processes. Input that crashes the child does not
 affect the parent. Used by the worker's image decoders and the grammar compiler.
 """

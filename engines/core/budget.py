@@ -206,7 +206,7 @@ class PrefillLimit:
 def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
     """Time steps of an idle runner with growing chunks until one exceeds the target.
 
-    An asynchronous runner is not timed: its decode steps are CUDA graphs and its mixed steps are
+    An asynchronous runner is not timed. Its decode steps are CUDA graphs and its mixed steps are
     eager, so the ratio of their times does not show the cost of prompt tokens.
     """
     if runner.runs_async:

@@ -1,6 +1,6 @@
 """An engine without a model: real scheduling, blocks and text, simulated computation.
 
-For tests and development. An answer is the SHAKE-128 stream of its prompt, read as words: a token depends on prompt,
+For tests and development. An answer is the SHAKE-128 stream of its prompt, read as words. A token depends on prompt,
 images, seed and position only, so the answer is the same when batched, preempted or taken over.
 """
 

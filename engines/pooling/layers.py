@@ -1,8 +1,8 @@
 """Transformer layers of BERT-like encoders over packed rows, with a fused QKV projection.
 
 They replace the encoder in a transformers model; its embeddings and heads are kept. This file also has the modules that
-sentence-transformers applies after the pooling. On a CPU, linear layers are replaced by faster ones: in float32 and
-bfloat16, weights are reordered once for oneDNN, and an activation after the layer is fused; in int8 the kernels of the
+sentence-transformers applies after the pooling. On a CPU, linear layers are replaced by faster ones. In float32 and
+bfloat16, weights are reordered once for oneDNN, and an activation after the layer is fused. In int8, the kernels of the
 torch engine are used.
 
 Shape letters: T tokens of all rows, H heads, D head width, E hidden size, n rows, V numbers of a vector.

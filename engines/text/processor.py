@@ -4,7 +4,7 @@ Invariant: only the chat template can write a control token. A user's `<image>` 
 part or across several, and there are as many runs of image slots as image parts.
 
 A random guard is inserted into control tokens that user text spells. The rendered prompt is split at the remaining
-control tokens, which are the template's; the guards are removed and the pieces are encoded as plain text. Without
+control tokens, which are the template's. The guards are removed and the pieces are encoded as plain text. Without
 guards the ids equal those of transformers. Processors are immutable, and called from thread pools.
 """
 
