@@ -71,7 +71,7 @@ def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> Non
 
 
 def _cells(row: Row, machine: Machine) -> list[str]:
-    """TTFT, TPOT and ITL pool the requests of all rounds."""
+    """The cells of a row. TTFT, TPOT and ITL cover the requests of all rounds."""
     runs, images = row.runs, row.rate("images_per_s")
     ttft = Spread.of([value for run in runs for value in run.ttfts])
     tpots = [value for run in runs for value in run.tpots]

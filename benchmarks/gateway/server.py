@@ -1,7 +1,7 @@
 """Compares the CPU time per streamed token of gateway, worker and Redis with that of a server's HTTP front.
 
 Each round measures the server alone, and the fleet in front of it, with the same requests. The server's front is the
-process that listens on its port; the processes that compute are not counted.
+process that listens on its port; its compute processes are not counted.
 """
 
 import platform
@@ -29,7 +29,7 @@ from benchmarks.tables import in_turn, new_table
 from deploy.capacity import FleetFigures, write_figures
 from loadtest.albums import noise_jpeg
 
-NUM_TOKENS = 100  #: per stream of the mock engine
+NUM_TOKENS = 100  #: tokens per stream of the mock engine
 #: Settings of the mock engine: 50 tokens/s per stream.
 PACED = INSTANT | {"VLM_ENGINE__MOCK__DECODE_S": "0.02"}
 

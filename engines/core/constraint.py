@@ -24,7 +24,7 @@ _TOKEN_S = 0.005
 DRAFT_S = 0.005
 _SHOWN = 64  #: last tokens of the answer that drafts and `Narrow` see
 IDLE = 4  #: tokens without a forced continuation after which drafting pauses until punctuation
-#: Idle count after punctuation: free text is recognized after `IDLE` - 2 tokens without a forced continuation.
+#: Idle count after punctuation, so that drafting pauses again after 2 tokens without a forced continuation.
 _BEHIND_SIGN = 2
 
 TOO_COMPLEX = (
