@@ -39,7 +39,7 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
     if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
         raise Refusal("this model's strict calls support only properties and required of an object")
     if not all(map(_NAME.fullmatch, named)):
-        raise Refusal("a parameter's name has characters that this model's calls do not allow")
+        raise Refusal("the name of a parameter has characters these calls do not allow")
     rules = _Rules(name, schema, is_lenient=not function.is_strict)
     if named:
         return rules.arguments(named, required)
