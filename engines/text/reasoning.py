@@ -208,7 +208,7 @@ class ReasoningDetokenizer(Detokenizer):
             ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
         )
         self._spelled = reasoning.spelled
-        self._num_undecided = 0  # tokens of the present head
+        self._num_undecided = 0  # tokens of the undecided head
 
     def append(self, token_id: int) -> str:
         is_read = self._splitter.state is not State.CONTENT or self._splitter.has_parts

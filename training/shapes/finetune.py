@@ -29,7 +29,7 @@ EYE_RATE = 0.5  # factor of the learning rate of vision tower and projector
 
 
 class Learner(nn.Module):
-    """The model and its losses: of its answers, and of its vision tower against the code book."""
+    """A model with two losses: of its answers, and of its vision tower against the code book."""
 
     def __init__(self, model: LlavaForConditionalGeneration, device: torch.device) -> None:
         super().__init__()
