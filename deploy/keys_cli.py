@@ -57,7 +57,7 @@ def _removed(text: str | None) -> str | None:
 Models = Annotated[str | None, typer.Option(help="Comma-separated patterns of model names.")]
 Rpm = Annotated[int | None, typer.Option("--rpm", min=1, help="Requests per minute.")]
 Tpm = Annotated[int | None, typer.Option("--tpm", min=1, help="Tokens per minute.")]
-Open = Annotated[int | None, typer.Option("--open", min=1, help="Open requests at a time.")]
+Open = Annotated[int | None, typer.Option("--open", min=1, help="Concurrent answers.")]
 MaxOutputTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")]
 MaxPriority = Annotated[
     Literal["interactive", "batch"] | None,
