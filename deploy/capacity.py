@@ -81,7 +81,7 @@ class NoFigures(ValueError):
 
 
 def read_figures(path: Path) -> Figures:
-    """Raises: NoFigures."""
+    """Read a file of figures. Raises: NoFigures."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Figures)
     except (OSError, msgspec.MsgspecError) as error:

@@ -218,7 +218,7 @@ def _read_input(text: str) -> Any:
 
 
 def _end(num_failed: int, num_tasks: int) -> None:
-    """Raises: CommandFailed."""
+    """Raises: CommandFailed if a task failed."""
     if num_failed:
         raise commands().CommandFailed(
             f"{num_failed} of {num_tasks} tasks failed", commands().ROLLOUT

@@ -68,7 +68,7 @@ class Client:
     def pages(
         self, path: str, tries: int = 1, after: str = "", **query: object
     ) -> Iterator[dict[str, Any]]:
-        """Iterate over the entries of a paginated list, from the one after `after`. Raises: ApiFailed."""
+        """Iterate over the entries of a paginated list, beginning after the id `after`. Raises: ApiFailed."""
         has_more = True
         while has_more:
             page = self.ask("GET", f"{path}?{urlencode({**query, 'after': after})}", None, tries)

@@ -127,7 +127,7 @@ class Pauses:
     pause_s: float = FIRST_PAUSE_S
 
     def next_s(self) -> float:
-        """The next pause. Each pause is twice the previous one; after `stable_after_s`, it is the first one again."""
+        """The next pause: twice the previous pause, or `FIRST_PAUSE_S` after a run of `stable_after_s`."""
         if time.monotonic() - self.started_at > self.stable_after_s:
             self.pause_s = FIRST_PAUSE_S
         pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, self.longest_s)

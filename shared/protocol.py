@@ -349,7 +349,7 @@ Task = Generate | Embed | Rerank | Tokenize | Run
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended: OpenAI's reasons, and `abort` for a client that disconnected."""
+    """The reason why an answer ended: a reason of OpenAI's API, or `abort` for a client that disconnected."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -385,7 +385,7 @@ class ErrorCode(StrEnum):
 
 
 class Usage(Report, frozen=True, omit_defaults=True):
-    """Token counts of a request. Prompt tokens include those of media and cached tokens."""
+    """Token counts of a request. Prompt tokens include media tokens and cached tokens."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
@@ -512,7 +512,7 @@ class Tokens(Event, frozen=True):
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
-    #: Tokens whose ids are unknown (engines that call an API). Another worker cannot continue such an answer.
+    #: Tokens without a known id, from engines that call an API. Another worker cannot continue an answer with these.
     num_without_id: int = 0
     reasoning: str = ""  #: reasoning before the answer; precedes `text`
     calls: tuple[CallPiece, ...] = ()  #: function calls after `text`

@@ -138,7 +138,7 @@ class UrlBlobReader:
             return await asyncio.to_thread(file.read)
 
     async def open(self, ref: BlobRef) -> IO[bytes] | None:
-        """Open a blob; the file of a blob with a URL is on disk. None and errors as in `get`."""
+        """Open a blob as a file, which is on disk if the blob has a URL. Returns None and raises as `get` does."""
         if not ref.url:
             data = await self._store.get(ref)
             return None if data is None else io.BytesIO(data)

@@ -100,19 +100,19 @@ def check_environment(environment: Environment) -> None:
                 "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
                 "reads like a key"
             )
-    _check_size(variables, MAX_VARIABLES_BYTES, "variables: they", "use files of the package")
+    _check_size(variables, MAX_VARIABLES_BYTES, "variables", "use files of the package")
 
 
 def check_values(values: Mapping[str, str]) -> None:
     """Check all values of a process, secrets included. Raises: BadEnvironment."""
-    whose = "secrets: with the variables they"
+    whose = "variables, secrets"
     _check_size(values, MAX_ENVIRONMENT_BYTES, whose, "deploy with fewer or shorter values")
 
 
 def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -> None:
     size = sum(len(name) + len(value.encode()) for name, value in values.items())
     if size > most:
-        raise BadEnvironment(f"{whose} have {size} bytes of at most {most}; {advice}")
+        raise BadEnvironment(f"{whose}: {size} bytes exceed the maximum of {most}; {advice}")
 
 
 def is_secret_name(text: str) -> bool:
@@ -195,7 +195,7 @@ class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def __post_init__(self) -> None:
         """Raises: ValueError."""
         if self.min_instances > self.max_instances:
-            raise ValueError("min_instances is larger than max_instances")
+            raise ValueError("min_instances is larger than max_instances; lower min_instances")
 
 
 class Spec(SpecBody, frozen=True):
@@ -336,7 +336,7 @@ def _key(name: str, number: int, kind: str = "") -> str:
 
 
 def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
-    """Raises: StoreError, such as Unreadable."""
+    """Read and decode a record. Raises: StoreError, such as Unreadable."""
     data = store.get(key)
     try:
         return msgspec.json.decode(data or b"", type=kind)
@@ -370,7 +370,7 @@ class RouteRecord(msgspec.Struct, frozen=True):
 
 
 def record_route(store: PackageStore, route: RouteRecord) -> None:
-    """Raises: Conflict if its number exists; StoreError."""
+    """Write a route. Raises: Conflict if its number exists; StoreError."""
     if not store.put_if_absent(_route_key(route.name, route.number), msgspec.json.encode(route)):
         raise Conflict(f"another client has just changed the route of {route.name}; try again")
 

@@ -132,7 +132,7 @@ def make_manifest(config: PackageConfig, layers: list[Layer]) -> Manifest:
 def decode_manifest(data: bytes) -> Manifest:
     """Read and check a manifest. Raises: BadPackage."""
     if len(data) > MAX_MANIFEST_BYTES:
-        raise BadPackage(f"the manifest is larger than {MAX_MANIFEST_BYTES} bytes")
+        raise BadPackage(f"the manifest has more than {MAX_MANIFEST_BYTES} bytes; use fewer files")
     try:
         raw = json.loads(data)
         config = msgspec.json.decode(base64.b64decode(raw["config"]["data"]), type=PackageConfig)
@@ -206,7 +206,7 @@ def check_path(path: str) -> None:
     try:
         parts = path.encode().split(b"/")
     except UnicodeEncodeError:
-        raise BadPackage(f"{path!r}: the path is not UTF-8") from None
+        raise BadPackage(f"{path!r}: the path is not UTF-8; rename the file") from None
     if any(part in (b"", b".", b"..") for part in parts):
         raise BadPackage(
             f"{path}: send a relative path below the package's root, without `.`, `..` or `//`"

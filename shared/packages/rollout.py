@@ -590,14 +590,14 @@ def _retire(app: App, revision: Revision | None, now: float) -> App:
 
 
 def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
-    """Drain idle retiring versions, and remove those without instances."""
+    """Drain idle retiring versions, and remove retiring versions without instances."""
     for revision in app.retiring:
         age_s, load = now - revision.since, loads.get(revision.digest, NO_LOAD)
         may_have_work = _can_work(revision) and (load.num_open > 0 or not load.is_whole)
         if age_s <= SETTLE_S or (may_have_work and age_s <= RETIRE_S):
             continue
         app = _resize(app, revision.digest, 0, now)
-        # if all shards answer, the node can fail its remaining requests
+        # if all shards answer, the node can fail the version's remaining requests
         if load.is_whole and not app.of(revision.digest):
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
             app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
@@ -673,7 +673,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 
 
 def _want(app: App, digest: str, now: float, not_before: float = 0.0) -> App:
-    """Add a wanted slot. Its number is higher than all earlier ones, also those of a record that Redis lost."""
+    """Add a wanted slot. Its number is higher than all earlier numbers, also in a record that Redis lost."""
     number = max(app.next_slot, int(now * 1000))
     slot = Slot(number, digest, since=now, not_before=not_before)
     return replace(app, next_slot=number + 1, slots=(*app.slots, slot))

@@ -28,7 +28,7 @@ SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
 class StoreError(Exception):
-    """The store failed; the message says why and what to do."""
+    """The store failed; the message has the reason and what to do."""
 
 
 class WrongStart(StoreError):

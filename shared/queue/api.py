@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from shared.protocol import Envelope, ErrorCode
 
-#: A possible poison request is cleared after this many new tokens. It may then run in a batch with others, and losing
-#: its worker no longer adds to its crash count.
+#: New tokens after which a possible poison request is cleared. A cleared request can run in a batch with other requests,
+#: and the loss of its worker does not add to its crash count.
 CLEARED_AFTER_TOKENS = 8
 
 Ending = Literal["finished", "failed"]
@@ -350,7 +350,7 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Ask to call `reclaim`. True for one worker per `every_s`, because `reclaim` reads the claims of all workers."""
+        """Returns True if this worker may call `reclaim`: one worker per `every_s`, because it reads all claims."""
         ...
 
     async def end_scan(self) -> None:
@@ -380,7 +380,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
-        """Queue all calls again, except `keep`. If no calls remain, delete the consumer. Stop claiming before."""
+        """Queue all calls again, except `keep`. If no calls remain, delete the consumer. Stop claiming first."""
         ...
 
     async def close(self) -> None: ...

@@ -88,7 +88,7 @@ class QueueEntries:
             await self._create(self._wakeups, WAKEUPS_TTL_S)
 
     async def end_reservations(self) -> None:
-        """Delete the stream of wakeups: nothing more is reserved for this worker. Raises: RedisError."""
+        """Delete the stream of wakeups, so that no request is reserved for this worker. Raises: RedisError."""
         await self._sender.execute("DEL", self._wakeups)
 
     async def idle(self, count: int, lease_s: float, held: Collection[bytes]) -> Sequence[bytes]:

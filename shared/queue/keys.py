@@ -1,7 +1,7 @@
 """All keys in Redis, with content and time to live.
 
-The keys of one model share the hash tag `{model}`, those of one blob its hash. Every key expires, so that a crash
-leaves nothing behind.
+The keys of one model share the hash tag `{model}`, the keys of one blob the hash tag `{SHA-256}`. Every key expires, so
+that a crash leaves nothing behind.
 """
 
 import logging
@@ -130,7 +130,7 @@ class RedisKeys:
     #: Hash of the used shards: the time until which each may have requests (epoch seconds).
     shards = _key("shards")
     confirmation = _key("confirmation")  #: written before each `WAIT` for a replica
-    lease = _named("lease")  #: holder of an exclusive lease, such as that of a batch
+    lease = _named("lease")  #: holder of an exclusive lease, such as a batch's lease
     #: A conversation with its last answer, which later requests continue (MessagePack).
     record = _owned_named("record")
     records = _owned("records")  #: sorted set of the names of a tenant's records, by expiry (ms)

@@ -45,7 +45,7 @@ from shared.redis.client import (
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 
 #: An entry that Redis assigns to this worker, but that the worker does not hold, belongs to a lost reply if it is idle for
-#: longer than this. Longer than the age of a renewed lease, so that a worker with the same name keeps its entries.
+#: longer than this. It exceeds the age of a renewed lease, so that a worker with the same name keeps its entries.
 UNKNOWN_AFTER_S = 4.0
 #: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose the lease.
 RENEW_EVERY_S = 2.5
@@ -167,7 +167,7 @@ class RedisWorkerQueue(RedisStore):
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.pop(entry_id, None)  # a later owner lost it too
+            self._held.pop(entry_id, None)  # a later owner has lost the entry too
         return await self._claim_entries(entries, "reclaimed", count)
 
     async def reconcile(self) -> list[Claim]:
@@ -216,7 +216,7 @@ class RedisWorkerQueue(RedisStore):
                 await self.entries.remove(wakeups)
                 if is_released and len(live) < free:
                     live += await self.reclaim(free - len(live))
-            except (RedisError, QueueUnavailable) as error:  # keep the claims
+            except (RedisError, QueueUnavailable) as error:  # return the claims anyway
                 logger.warning("could not reclaim released requests: %s", error)
         return live
 
@@ -528,7 +528,7 @@ class Publisher:
     async def find_gone(self, gateways: Iterable[str]) -> set[str]:
         """The gateways that are gone. Raises: RedisError.
 
-        Redis may lose a mailbox, or let it expire while it was frozen; a live gateway creates it again within seconds.
+        Redis can lose a mailbox, or let it expire while Redis is frozen. A live gateway creates it again within seconds.
         """
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]

@@ -24,7 +24,7 @@ class RecordsUnavailable(Exception):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Bytes, and references to images."""
+    """A stored value: its bytes, and references to its images."""
 
     data: bytes
     images: tuple[ImageRef, ...] = ()

@@ -47,7 +47,7 @@ class SentinelPool(SentinelConnectionPool):
         causes = [reply for reply in replies if isinstance(reply, BaseException)]
         if len(causes) == len(replies):
             raise MasterNotFoundError(f"no Sentinel answers: {causes[0]}") from causes[0]
-        raise MasterNotFoundError(f"the Sentinels know no live primary {self.service_name!r}")
+        raise MasterNotFoundError(f"the Sentinels report no live primary {self.service_name!r}")
 
     async def _watch_primary(self) -> None:
         while True:

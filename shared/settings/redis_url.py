@@ -51,7 +51,7 @@ def split_shards(url: str) -> dict[str, str]:
         return {"": url}
     shards = dict(zip(parts[::2], parts[1::2], strict=True))
     if before or len(shards) < len(parts) // 2:
-        raise ValueError("text before the first shard, or two shards with the same name")
+        raise ValueError("text before the first shard, or a name that two shards share")
     return shards
 
 

@@ -6,11 +6,11 @@
 -- Returns for one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...}. Verdicts:
 --   ok | expired (deadline passed) | kills_workers (max_attempts crashes) | exhausted (max_losses lost workers),
 -- or {unknown}: the entry has no live request, and is removed.
--- Returns for all one flat list of entry, id, length of the reply, reply..., without those that are claimed already:
+-- Returns for all one flat list of entry, id, length of the reply, reply..., without entries that are already claimed:
 -- before version 7, Redis sends each nested table of a reply in a separate write.
 -- Poison detection: `failures` is the crash count. It counts attempts that began, were lost, and were not released. The
 -- first loss always counts; further losses count only within `cleared_after` new tokens, while the request runs alone.
--- A first attempt begins when it is claimed, others by `begin.lua`, so that a request that waits to run alone does not
+-- A first attempt begins with its claim, later attempts with `begin.lua`, so that a request that waits to run alone does not
 -- count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
 local args = cmsgpack.unpack(ARGV[1])
 local queue, group, worker, nonce = KEYS[1], args.group, args.worker, args.nonce

@@ -47,7 +47,7 @@ local function save_usage(spent)
   for owner, sums in pairs(counted) do
     for place, count in ipairs(sums) do
       if count ~= 0 then
-        -- An older ACL may not allow this: then nothing is counted.
+        -- An older ACL may deny this command: then nothing is counted.
         local sum = redis.pcall('HINCRBY', day, KINDS[place] .. owner, string.format('%.0f', count))
         if type(sum) == 'table' then return end
         if sum == count and redis.call('HSETNX', day, '', string.format('%d%06d', now[1], now[2])) == 1 then

@@ -36,7 +36,7 @@ local function append(request, log, item, events)
 end
 
 local function remove(entry)
-  -- The first write: Redis allows it when memory is full, and then the script's other writes.
+  -- XACK must be the script's first write: Redis allows it when memory is full, and afterwards all writes of the script.
   redis.call('XACK', queue, args.group, entry)
   redis.call('XDEL', queue, entry)
 end
