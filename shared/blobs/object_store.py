@@ -1,7 +1,7 @@
 """Large blobs in a directory or bucket, small ones in Redis.
 
 Workers get a signed URL with the reference, so that they need no credentials. A lifecycle rule of the bucket deletes
-old objects: an object that is still in use is written again when its last write is older than `RENEW_AFTER_S`.
+old objects. `put` writes an object again if its last write is older than `RENEW_AFTER_S`.
 """
 
 import asyncio

@@ -192,7 +192,7 @@ class SessionStore(RedisStore):
     async def add(
         self, session: Session, task: TaskRecord, max_tasks: int
     ) -> tuple[TaskRecord, str]:
-        """Record a task before it is queued. Returns the task and `new`, or the task that has this id and its state.
+        """Record a task before it is queued. Returns the task and `new`, or the known task with this id and its state.
 
         Raises: TaskRefused.
         """

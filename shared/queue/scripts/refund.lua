@@ -1,4 +1,4 @@
--- Settle ended calls: refund reserved tokens per minute that were not used, or charge tokens beyond them.
+-- Settle ended calls: refund unused reserved tokens per minute, or charge tokens beyond the reservation.
 -- KEYS: rates of the tenant (`submit.lua`), then each call
 -- args: tokens_per_minute, num_tokens (reserved for each answer)
 -- Returns 1, or 0 if a call is still open: run the script again later. Each call is settled once.
