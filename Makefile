@@ -7,13 +7,13 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
-# Helm's library, which tests the chart.
+# Directory of Helm's library, with which `make helm-test` renders the chart.
 HELM   := .cache/helm
 # Passwords of the compose stack's Redis, search process and PostgreSQL.
 PASSWORDS := REDIS_GATEWAY_PASSWORD REDIS_WORKER_PASSWORD VLM_SEARCH__TOKEN POSTGRES_PASSWORD
-# Tests start hundreds of processes, which must find compiled modules even if the shell disables them.
+# Tests start hundreds of processes, which start quickly only with cached bytecode; a shell may disable the cache.
 unexport PYTHONDONTWRITEBYTECODE
-# pip's options for torch: an index of CPU builds saves a laptop gigabytes of CUDA.
+# pip's options for torch. An index of CPU builds saves gigabytes of CUDA on a laptop.
 TORCH_ARGS ?=
 
 help:  ## show this list
@@ -33,7 +33,7 @@ install: $(STAMP)  ## set up .venv with everything
 serve: $(STAMP)  ## start Redis, a gateway on 127.0.0.1:8000 and a worker for each built-in model; ARGS: options of vlm serve
 	$(BIN)/vlm serve $(or $(ARGS),--also shapes-clip)
 
-# Three processes, each with one test file at a time, because tests mostly wait. With ARGS: one process.
+# Three processes, because tests mostly wait; each runs one test file at a time. With ARGS, one process runs the tests.
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
@@ -42,10 +42,10 @@ FAST := tests/contract/test_call_queue.py tests/contract/test_surface.py tests/d
 	tests/engines/mock tests/gateway tests/meta tests/shared tests/worker
 SLOW := tests/worker/node tests/worker/prepare tests/gateway/test_fuzz.py tests/deploy/test_exit_codes.py \
 	tests/meta/test_dependencies.py
-test-fast: $(STAMP)  ## run the quick tests that need neither torch nor a whole fleet: a minute and a half on two cores
+test-fast: $(STAMP)  ## run the quick tests, without torch or a whole fleet: a minute and a half on two cores
 	$(BIN)/python -m pytest $(FAST) $(addprefix --ignore=,$(SLOW)) $(or $(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
 
-families: $(STAMP)  ## test every model family in every way that tokens are computed, and compare the table of docs/models.md
+families: $(STAMP)  ## test every model family in every way of computing tokens, and check the table of docs/models.md
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/torch_backend/models \
 		tests/engines/torch_backend/test_equivalence.py tests/engines/torch_backend/ops \
 		tests/engines/torch_backend/lora tests/engines/torch_backend/loading tests/engines/packages tests/contract \
@@ -97,7 +97,7 @@ $(HELM): $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $@ helm-python-sdk==0.2.2
 	touch $@
 
-helm-test: $(HELM)  ## render and check the Helm chart with Helm's library, which is installed separately (75 MB)
+helm-test: $(HELM)  ## render and check the Helm chart with Helm's library, installed separately (75 MB)
 	PYTHONPATH=$(HELM) $(BIN)/python -m pytest tests/config/test_helm.py $(ARGS)
 
 accuracy: $(STAMP)  ## measure the accuracy of the built-in models: 6,000 questions in fp32, bf16, int8 and int4, and searches of 1,000 images; takes minutes
@@ -113,7 +113,7 @@ compose-test: $(STAMP)  ## start the compose stack on a docker engine, scale it,
 applications: $(STAMP)  ## run applications: the examples on the built-in model, and sessions whose processes are killed; takes a minute
 	TESTS_LONG=1 $(BIN)/python -m pytest tests/engines/application tests/integration/test_applications.py $(ARGS)
 
-store-test: $(STAMP)  ## test packages and images in a bucket of moto, an S3-compatible server that is installed separately
+store-test: $(STAMP)  ## test packages and images in a bucket of moto, an S3-compatible server, installed separately
 	test -x .cache/moto/bin/moto_server || { $(PYTHON) -m venv .cache/moto && .cache/moto/bin/pip install --quiet 'moto[server]>=5.1'; }
 	MOTO_SERVER=.cache/moto/bin/moto_server $(BIN)/python -m pytest tests/shared/packages tests/shared/blobs \
 		tests/integration/test_large_media.py $(ARGS)
@@ -131,7 +131,7 @@ format: $(STAMP)  ## format and fix what can be fixed
 bench: $(STAMP)  ## measure gateway, queue and worker, compared with a bare FastAPI endpoint
 	$(BIN)/vlm bench gateway $(ARGS)
 
-trace-request: $(STAMP)  ## print the files that a streamed chat request passes; ARGS="--engine torch --image"
+trace-request: $(STAMP)  ## print the source files that a streamed chat request runs; ARGS="--engine torch --image"
 	$(BIN)/python -m tests.trace_request $(ARGS)
 
 docs: $(STAMP)  ## write the generated tables of the docs; ARGS=--numbers: sizes too
@@ -152,7 +152,7 @@ image:  ## build the image vlm-fleet:cpu, for `docker run vlm-fleet:cpu serve`; 
 up: .env  ## start the compose stack: Redis, a gateway and the built-in model `shapes` on the CPU
 	docker compose up --build --detach --wait
 
-.env:  ## make the passwords of the compose stack
+.env:  ## create the passwords of the compose stack
 	(umask 077; $(PYTHON) -c "import secrets; [print(f'{n}={secrets.token_hex(16)}') for n in '$(PASSWORDS)'.split()]" > $@)
 
 down:  ## stop the compose stack

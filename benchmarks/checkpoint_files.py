@@ -18,7 +18,7 @@ _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 def make_tokenizer(num_base_tokens: int) -> Tokenizer:
     """A byte-level BPE tokenizer, with `<image>` after the base tokens.
 
-    The merges are all pairs of letters, then triples: English text has two to three characters per token, and every id
+    The merges are all pairs of letters, then triples. English text has two to three characters per token, and every id
     below `num_base_tokens` decodes to text.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -17,7 +17,7 @@ app = typer.Typer(no_args_is_help=True)
 @app.callback()
 def main() -> None:
     """Measure parts of the system on this machine."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers that it started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit stops the started servers
 
 
 def _numbers(text: str) -> str:
@@ -46,7 +46,7 @@ def _to_ints(text: str) -> list[int]:
 
 @contextmanager
 def _faults_end(command: str) -> Iterator[None]:
-    """End with the reason when a server fails or a model cannot be used."""
+    """Exit with the reason if a server fails or a model cannot be used."""
     from httpx import HTTPError
 
     from benchmarks.gateway.client import BenchError
@@ -73,12 +73,12 @@ def bench_gateway(
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 1.0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     connections: Annotated[
-        str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
+        str, typer.Option(help="Comma-separated numbers of connections.", callback=_numbers)
     ] = "1,8,32,128",
     growth: Annotated[
         int,
         typer.Option(
-            min=0, max=1000, help="Redis's CPU for so many workers with 100 requests each, at rest."
+            min=0, max=1000, help="Redis' CPU time for this many workers of 100 idle requests."
         ),
     ] = 0,
     tokens: Annotated[
@@ -89,7 +89,7 @@ def bench_gateway(
     ] = None,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Measure what `vlm plan` reads at 32 connections, and write it there."),
+        typer.Option(help="File for the figures of `vlm plan`, measured at 32 connections."),
     ] = None,
 ) -> None:
     """Compare gateway, Redis, worker and mock engine with a bare FastAPI endpoint."""
@@ -116,7 +116,7 @@ def bench_server(
         str,
         typer.Option(
             help="Directory or hub id of the server's model.",
-            show_default="the server is measured alone",
+            show_default="measure only the server",
         ),
     ] = "",
     engine: Annotated[str, typer.Option(help="vllm, sglang, llama-server or openai.")] = "vllm",
@@ -125,7 +125,7 @@ def bench_server(
     seconds: Annotated[float, typer.Option(min=0.5, help="Length of each measurement.")] = 5.0,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
 ) -> None:
-    """Compare the fleet's CPU per streamed token with that of the HTTP front of a server behind it."""
+    """Compare the CPU time per streamed token of the fleet with that of a server's HTTP front end."""
     from benchmarks.gateway.server import measure_server
     from benchmarks.tables import show
 
@@ -144,13 +144,13 @@ def bench_engine(
         typer.Option(help="Comma-separated: decode, prefill, image, mixed."),
     ] = "decode,prefill,image,mixed",
     batch_sizes: Annotated[
-        str, typer.Option(help="Comma-separated numbers.", callback=_numbers)
+        str, typer.Option(help="Comma-separated batch sizes.", callback=_numbers)
     ] = "1,4,16",
     num_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Also write what `vlm plan` reads; needs decode and prefill."),
+        typer.Option(help="File for the figures that `vlm plan` reads; needs decode and prefill."),
     ] = None,
 ) -> None:
     """Measure the engine without HTTP and queue, and compare it with this machine's limits."""
@@ -176,7 +176,7 @@ def bench_peers(
         str,
         typer.Option(help="Directory of a checkpoint, or a shape of `vlm bench checkpoint`."),
     ] = "llava-1b",
-    systems: Annotated[str, typer.Option(help="Comma-separated: maker:precision.")] = (
+    systems: Annotated[str, typer.Option(help="Comma-separated, as maker:precision.")] = (
         "ours:float32,ours:int8,ours:int4,transformers:float32,llama.cpp:BF16,llama.cpp:Q8_0,llama.cpp:Q4_0"
     ),
     workloads: Annotated[str, typer.Option(help="Comma-separated.")] = (
@@ -201,11 +201,11 @@ def bench_burst(
     servers: Annotated[
         list[str], typer.Argument(help="NAME=URL of running servers with the OpenAI API.")
     ],
-    requests: Annotated[int, typer.Option(min=1, help="That arrive at once.")] = 64,
-    num_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Simultaneous requests.")] = 64,
+    num_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
 ) -> None:
-    """Measure servers in turn with requests that arrive at once, each with a new image."""
+    """Measure servers alternately with simultaneous requests, each with a new image."""
     from benchmarks.peers.burst import Server, run
 
     named = [Server(name, url.rstrip("/")) for name, _, url in (x.partition("=") for x in servers)]
@@ -228,7 +228,7 @@ def bench_embeddings(
     peers: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the peers' environments, made at first use; without it no peers."
+            help="Folder of the peers' environments, created at first use; default: no peers."
         ),
     ] = None,
 ) -> None:
@@ -243,7 +243,7 @@ def bench_search(
     sizes: Annotated[
         str, typer.Option(help="Comma-separated numbers of vectors.", callback=_numbers)
     ] = "20000,200000",
-    dimensions: Annotated[int, typer.Option(min=8, help="Of a vector.")] = 384,
+    dimensions: Annotated[int, typer.Option(min=8, help="Dimensions of each vector.")] = 384,
     kinds: Annotated[
         str,
         typer.Option(
@@ -251,10 +251,10 @@ def bench_search(
             callback=_names("flat", "lance", "postgresql"),
         ),
     ] = "flat,lance",
-    queries: Annotated[int, typer.Option(min=1, help="Of each measurement.")] = 100,
+    queries: Annotated[int, typer.Option(min=1, help="Queries per measurement.")] = 100,
 ) -> None:
     """Measure exact search and the indexes: time to build, time to search, and recall."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the search process does
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in the search process
     from benchmarks.search.run import run
 
     run(_to_ints(sizes), dimensions, kinds.split(","), queries)
@@ -265,11 +265,14 @@ def bench_media(
     seconds: Annotated[int, typer.Option(min=1, help="Length of the video.")] = 600,
     frames: Annotated[int, typer.Option(min=1, help="Frames that are wanted.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Python with vLLM, 0.28 or older for its PyAV loader.")
+    ] = None,
 ) -> None:
-    """Compare the CPU time of decoding a few frames of a long H.264 video with decoding it from its beginning."""
+    """Compare the CPU time of decoding a few frames of a long H.264 video with that of vLLM's loaders."""
     from benchmarks.media import run
 
-    run(seconds, frames, rounds)
+    run(seconds, frames, rounds, vllm)
 
 
 Shape = Literal["tiny", "llava-1b", "llava-1.5-7b", "smolvlm2-500m"]
@@ -277,11 +280,11 @@ Shape = Literal["tiny", "llava-1b", "llava-1.5-7b", "smolvlm2-500m"]
 
 @app.command("checkpoint")
 def bench_checkpoint(
-    directory: Annotated[Path, typer.Argument(help="Where to write it; new or empty.")],
+    directory: Annotated[Path, typer.Argument(help="New or empty directory.")],
     shape: Annotated[Shape, typer.Option(help="Architecture and size.")] = "tiny",
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
     layers: Annotated[
-        int | None, typer.Option(min=1, help="Most layers of decoder and tower.")
+        int | None, typer.Option(min=1, help="Maximum number of layers of decoder and tower.")
     ] = None,
 ) -> None:
     """Write a checkpoint with random weights, for tests and benchmarks."""

@@ -1,7 +1,7 @@
 """Checkpoints of real shapes with random weights, for tests and benchmarks: LLaVA as `llava-hf` publishes it, SmolVLM2 as
 transformers saves it.
 
-Memory is bounded by one shard: weights are generated and written one by one. The tokenizer is generated, so ids of
+Weights are generated and written one by one, so memory holds one shard at most. The tokenizer is generated, so ids of
 control tokens differ from those of the published models.
 Sources: `config.json` and the processors' files of HuggingFaceTB/SmolVLM2-500M-Video-Instruct.
 """
@@ -31,7 +31,7 @@ MAX_SHARD_BYTES = 2 * 1024**3
 #: Ids after those of the tokenizer, for `<image>` and `<pad>`, as in llava-hf.
 _NUM_SPARE_TOKENS = 64
 _NUM_BASE_TOKENS = 32000
-IMAGE_ID = _NUM_BASE_TOKENS  #: of `<image>`; `<pad>` follows, then the special tokens of a family
+IMAGE_ID = _NUM_BASE_TOKENS  #: `<image>`; then `<pad>` and the special tokens of a family
 SMOLVLM = "smolvlm2-500m"
 
 Parameter = tuple[str, tuple[int, ...]]
@@ -63,17 +63,17 @@ def make_checkpoint(
         write_files = partial(_write_smolvlm_files, config=config)
     else:
         known = ", ".join((*LLAVA_SHAPES, SMOLVLM))
-        raise ValueError(f"shape {shape!r} is unknown; there are {known}")
+        raise ValueError(f"shape {shape!r} is unknown: choose from {known}")
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.iterdir()):
-        raise FileExistsError(f"{directory} is not empty")
+        raise FileExistsError(f"{directory} is not empty: name a new or empty directory")
     write_files(directory)
     ends = {"bos_token_id": 1, "eos_token_id": 2}
     (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
     (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     parameters = list_parameters(config)
     generator = torch.Generator().manual_seed(seed)
-    # LLaMA's 0.02; narrow models need larger weights, or they repeat one token for ever.
+    # LLaMA's 0.02; narrow models need larger weights, or they repeat one token forever.
     std = max(0.02, 6.4 / config.get_text_config(decoder=True).hidden_size)
     planned = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters}
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
@@ -96,12 +96,12 @@ def list_parameters(config: PreTrainedConfig) -> list[Parameter]:
     stored = {name: tuple(x.shape) for name, x in revert_weight_conversion(model, state).items()}
     if not isinstance(config, LlavaConfig):
         return list(stored.items())
-    own, published = "vision_tower.", "vision_tower.vision_model."  # of transformers 5 and before
+    own, published = "vision_tower.", "vision_tower.vision_model."  # since transformers 5, before
     return [(name.replace(own, published), size) for name, size in stored.items()]
 
 
 def run(shape: str, directory: Path, seed: int, num_layers: int | None = None) -> None:
-    """The command. Raises: as `make_checkpoint`."""
+    """The command. Raises: the errors of `make_checkpoint`."""
     print(f"writing {directory}", file=sys.stderr)
     parameters = make_checkpoint(shape, directory, seed, num_layers=num_layers)
     num_parameters = sum(math.prod(size) for _, size in parameters)
@@ -127,7 +127,7 @@ def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     file.touch()
     mode = file.stat().st_mode
     save_file(tensors, file, metadata={"format": "pt"})
-    file.chmod(mode)  # save_file's own is for the owner alone
+    file.chmod(mode)  # save_file sets a mode for the owner alone
 
 
 # -- LLaVA
@@ -214,7 +214,7 @@ _ROWS = ("<global-img>", *(f"<row_{i}_col_{j}>" for i in range(1, 7) for j in ra
 
 
 def smolvlm_config(num_layers: int | None, dtype: torch.dtype) -> PreTrainedConfig:
-    """Limit the number of layers of decoder and tower."""
+    """SmolVLM2's configuration, with at most `num_layers` layers in decoder and tower."""
     most, pad = num_layers or 32, IMAGE_ID + 1
     config = transformers.SmolVLMConfig(
         image_token_id=IMAGE_ID,
@@ -238,7 +238,7 @@ def smolvlm_config(num_layers: int | None, dtype: torch.dtype) -> PreTrainedConf
 
 
 def _write_smolvlm_files(directory: Path, config: PreTrainedConfig) -> None:
-    """Everything but the weights. The processor is that of Idefics3, which is the same for images; SmolVLM's needs a
+    """Write all files except the weights. The processor is Idefics3's, which is equal for images; SmolVLM's needs a
     package for videos.
     """
     config.save_pretrained(directory)

@@ -1,8 +1,9 @@
-"""`vlm bench media`: CPU time of decoding frames of a long video in the worker's child, and from its beginning."""
+"""`vlm bench media`: CPU time of decoding frames of a long video in the worker's child, and in vLLM's loaders."""
 
 import io
+import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,45 +57,40 @@ def _pictures() -> Iterator[Any]:
         yield av.VideoFrame.from_image(image).reformat(format="yuv420p")
 
 
-def decode_in_order(data: bytes, indices: Sequence[int]) -> list[Any]:
-    """As vLLM's loader: decodes each frame up to the last wanted one, and converts the wanted ones to RGB."""
-    wanted, found = set(indices), []
-    with av.open(io.BytesIO(data), "r") as container:
-        for index, frame in enumerate(container.decode(video=0)):
-            if index in wanted:
-                found.append(frame.to_ndarray(format="rgb24"))
-                if len(found) == len(wanted):
-                    break
-    return found
-
-
-def run(seconds: int, num_frames: int, rounds: int) -> None:
+def run(seconds: int, num_frames: int, rounds: int, vllm: Path | None) -> None:
     path = make_video(seconds)
     data = path.read_bytes()
     ours: list[float] = []
-    theirs: list[float] = []
+    theirs: dict[str, list[float]] = {}
     pool = VideoPool(1, LimitSettings())
     try:
         _measure_ours(pool, data, 1)  # it starts the child
         for _ in range(rounds):
-            cpu_s, indices = _measure_ours(pool, data, num_frames)
-            ours.append(cpu_s)
-            began_s = time.process_time()
-            decode_in_order(data, indices)
-            theirs.append(time.process_time() - began_s)
+            ours.append(_measure_ours(pool, data, num_frames))
+            for name, cpu_s in _measure_vllm(vllm, path, num_frames) if vllm else ():
+                theirs.setdefault(name, []).append(cpu_s)
     finally:
         pool.close()
     title = f"{num_frames} frames of {seconds} s at {SIZE[0]}x{SIZE[1]}, {len(data) / 1e6:.1f} MB"
-    table = new_table(title, "", "CPU s (median)", "ratio")
-    table.add_row("decoded in order, as vLLM's loader", f"{median(theirs):.2f}", "1")
-    table.add_row(
-        "our child and its caller", f"{median(ours):.2f}", f"{median(ours) / median(theirs):.2f}"
-    )
+    table = new_table(title, "", "CPU s (median)", "ours / theirs")
+    table.add_row("our child and its caller", f"{median(ours):.2f}", "")
+    for name, times in theirs.items():
+        table.add_row(name, f"{median(times):.2f}", f"{median(ours) / median(times):.2f}")
     show(table)
 
 
-def _measure_ours(pool: VideoPool, data: bytes, num_frames: int) -> tuple[float, list[int]]:
-    """CPU seconds of the child and of this process, and the frames."""
+def _measure_vllm(python: Path, video: Path, num_frames: int) -> list[tuple[str, float]]:
+    """CPU seconds of vLLM's loaders, by name."""
+    script = Path(__file__).with_name("vllm_video.py")
+    answer = subprocess.run(
+        [python, script, video, str(num_frames)], check=True, capture_output=True, text=True
+    )
+    rows = [line.rsplit(" ", 1) for line in answer.stdout.splitlines() if line.startswith("vLLM")]
+    return [(name, float(cpu_s)) for name, cpu_s in rows]
+
+
+def _measure_ours(pool: VideoPool, data: bytes, num_frames: int) -> float:
+    """CPU seconds of the child and of this process."""
     ref = ImageRef("", len(data), "video/mp4", 0, 0, video=VideoOptions(num_frames=num_frames))
 
     def spent_s() -> float:
@@ -103,6 +99,5 @@ def _measure_ours(pool: VideoPool, data: bytes, num_frames: int) -> tuple[float,
 
     started = spent_s()
     with pool.open(io.BytesIO(data), ref) as video:
-        indices = sample_evenly(video)
-        assert len(video.frames(indices)) == num_frames
-        return spent_s() - started, indices
+        assert len(video.frames(sample_evenly(video))) == num_frames
+        return spent_s() - started

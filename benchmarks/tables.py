@@ -61,9 +61,9 @@ def in_turn(rounds: int, targets: Sequence[Turn]) -> Iterator[tuple[int, Turn]]:
 
 
 def measuring(turns: Sequence[Turn]) -> Iterator[Turn]:
-    """Each turn, with a bar on standard error, or a line if that is no terminal."""
+    """Yield each turn, with a progress bar on standard error, or one line per turn if that is no terminal."""
     screen = Console(stderr=True)
-    if screen.is_terminal:  # one refresh per second, as this process has a part in what it measures
+    if screen.is_terminal:  # few refreshes, because this process is part of the measurement
         yield from track(turns, "measuring", console=screen, transient=True, refresh_per_second=1)
         return
     for number, turn in enumerate(turns, 1):
@@ -72,7 +72,7 @@ def measuring(turns: Sequence[Turn]) -> Iterator[Turn]:
 
 
 def in_figures(value: float) -> str:
-    """A number to three figures at least."""
+    """A number with at least three significant digits."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

@@ -1,6 +1,6 @@
 """Record docs/takeover.svg: a worker is killed in the middle of a stream. `python -m benchmarks.takeover docs/takeover.svg`
 
-The fleet is `vlm serve` with its built-in model, and the times are those of the run.
+The fleet is `vlm serve` with its built-in model. The times in the picture were measured.
 """
 
 import json
@@ -19,9 +19,9 @@ from loadtest.fleet import Server, free_port, run_server
 
 IMAGE = Path("engines/packages/shapes/samples/shapes.png")
 QUESTION = "Describe the image."
-KILL_AFTER = 8  #: tokens
+KILL_AFTER = 8  #: tokens before the kill
 LEASE_S = 2
-#: A stream without the killed worker has no such gap.
+#: Minimum gap of a stream whose worker was killed; other streams have shorter gaps.
 _LEAST_GAP_S = 0.2
 _WIDTH, _HEIGHT, _LINE = 92, 9, 20
 
@@ -41,7 +41,7 @@ def find_workers(fleet: Server) -> list[psutil.Process]:
 
 
 def ask(url: str, victim: psutil.Process | None) -> tuple[list[Piece], float]:
-    """The pieces of an answer, and when the victim was killed."""
+    """The pieces of an answer, and the time at which the victim was killed."""
     image = to_png_url(IMAGE.read_bytes())
     content = [
         {"type": "image_url", "image_url": {"url": image}},
@@ -65,14 +65,14 @@ def ask(url: str, victim: psutil.Process | None) -> tuple[list[Piece], float]:
 
 
 def record() -> tuple[list[Piece], float, int]:
-    """A take in which the killed worker had the stream."""
+    """Record a run in which the killed worker was computing the stream."""
     with run_fleet() as fleet:
         whole = "".join(text for _, text in ask(fleet.url, None)[0])
         while True:
             victim = find_workers(fleet)[0]
             pieces, killed_s = ask(fleet.url, victim)
             if "".join(text for _, text in pieces) != whole:
-                raise SystemExit("the answer is not that of a run without a killed worker")
+                raise SystemExit("the answer differs from that of a run without a killed worker")
             gaps = [b[0] - a[0] for a, b in pairwise(pieces)]
             if max(gaps) > _LEAST_GAP_S:
                 return pieces, killed_s, victim.pid

@@ -1,4 +1,4 @@
-"""`vlm plan`: the workers, gateways and Redis servers that a load needs, by figures that `vlm bench` measured."""
+"""`vlm plan`: compute the workers, gateways and Redis servers that a load needs, from figures of `vlm bench`."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from rich.table import Table
 from shared.queue.keys import AFTER_END_S, BLOB_LINGER_S
 
 BUSY = 0.7  #: planned utilization of each process
-BYTES_PER_TOKEN = 150  #: memory of an answer in Redis
+BYTES_PER_TOKEN = 150  #: Redis memory per output token
 ROLES = ("gateway", "worker", "redis-server")
-#: Figures of the built-in model, on the machine that the file names.
+#: Figures of the built-in model. The file names the machine on which they were measured.
 BUILT_IN = Path(__file__).parent / "capacity.json"
 
 
@@ -25,28 +25,28 @@ PositiveTime = Annotated[float, Meta(gt=0)]
 
 
 class FleetFigures(msgspec.Struct):
-    """CPU seconds of each process by role, without the engine."""
+    """CPU seconds that a process of each role spends per request, token and image. The engine is not included."""
 
     machine: str
     request_s: dict[str, float]
-    token_s: dict[str, float]  #: of a streamed token
-    image_s: dict[str, float]  #: of a new image of `image_bytes`
+    token_s: dict[str, float]  #: per streamed token
+    image_s: dict[str, float]  #: per new image of `image_bytes` bytes
     image_bytes: Positive
 
     def __post_init__(self) -> None:
         if not self.request_s.keys() & self.token_s.keys() & self.image_s.keys() >= set(ROLES):
-            raise ValueError(f"times of {', '.join(ROLES)} are needed")
+            raise ValueError(f"request_s, token_s, image_s: times of {', '.join(ROLES)} are needed")
 
 
 class EngineFigures(msgspec.Struct):
-    """Seconds of one worker's engine, when it runs batches of `batch_size`."""
+    """Seconds that one worker's engine spends per token and image, in batches of `batch_size` requests."""
 
     machine: str
     model: str
     batch_size: int
     output_token_s: PositiveTime
     prompt_token_s: PositiveTime
-    image_s: PositiveTime | None = None  #: with its tokens; None: the model does not support images
+    image_s: PositiveTime | None = None  #: includes the image's tokens; None: no images
 
 
 class Figures(msgspec.Struct, omit_defaults=True):
@@ -56,7 +56,7 @@ class Figures(msgspec.Struct, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests per second, and the size of each."""
+    """Rate in requests per second, and the average request."""
 
     rate: float
     prompt_tokens: int
@@ -77,11 +77,11 @@ class Plan:
 
 
 class NoFigures(ValueError):
-    """The file cannot be used; the message says which command writes it."""
+    """The file of figures is unreadable, or lacks figures that the plan needs."""
 
 
 def read_figures(path: Path) -> Figures:
-    """Raises: NoFigures."""
+    """Read a file of figures. Raises: NoFigures."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Figures)
     except (OSError, msgspec.MsgspecError) as error:
@@ -90,7 +90,7 @@ def read_figures(path: Path) -> Figures:
 
 
 def write_figures(path: Path, part: FleetFigures | EngineFigures) -> None:
-    """Write one part of the file, and keep the other. Raises: NoFigures, OSError."""
+    """Write the fleet's or the engine's figures; keep the other figures of the file. Raises: NoFigures, OSError."""
     figures = read_figures(path) if path.exists() else Figures()
     if isinstance(part, FleetFigures):
         figures.fleet = part
@@ -100,7 +100,7 @@ def write_figures(path: Path, part: FleetFigures | EngineFigures) -> None:
 
 
 def make_plan(load: Load, fleet: FleetFigures, engine: EngineFigures) -> Plan:
-    """Multiply the load by the figures. Raises: NoFigures."""
+    """Compute the processes that a load needs. Raises: NoFigures."""
     if load.images and engine.image_s is None:
         raise NoFigures(f"{engine.model} was measured without images; give --images 0")
     engine_s = (
@@ -113,7 +113,7 @@ def make_plan(load: Load, fleet: FleetFigures, engine: EngineFigures) -> Plan:
     for role in ROLES:
         tokens_s, images_s = load.output_tokens * fleet.token_s[role], images * fleet.image_s[role]
         busy[role] = load.rate * (fleet.request_s[role] + tokens_s + images_s)
-    answer_s = engine.batch_size * engine_s  # of a full batch
+    answer_s = engine.batch_size * engine_s  # in a full batch
     image_bytes = load.images * load.image_bytes * (answer_s + BLOB_LINGER_S)
     token_bytes = load.output_tokens * BYTES_PER_TOKEN * (answer_s + AFTER_END_S)
     return Plan(
@@ -143,7 +143,7 @@ def show(plan: Plan, fleet: FleetFigures, engine: EngineFigures) -> None:
     console.print(table)
     images = "" if engine.image_s is None else f", {1 / engine.image_s:,.0f} images/s"
     console.print(
-        f"\nEach process is planned for {BUSY:.0%} of its time. {engine.model} on {engine.machine}, "
+        f"\nEach process is planned to be busy {BUSY:.0%} of the time. {engine.model} on {engine.machine}, "
         f"batches of {engine.batch_size}: {1 / engine.output_token_s:,.0f} output tokens/s, "
         f"{1 / engine.prompt_token_s:,.0f} prompt tokens/s{images}. Gateway and Redis: {fleet.machine}."
     )

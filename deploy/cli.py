@@ -1,7 +1,7 @@
 """Deployment commands: `vlm deploy`, `apps`, `app`, `logs`, `promote`, `rollback`, `scale`, `route`, `undeploy`, `gc`.
 
-Exit codes: 0, 1: wrong arguments, 2: packaging failed, 3: the upload failed, 4: the gateway refused, 5: the rollout
-failed.
+Exit codes: 0: success, 1: wrong arguments, 2: packaging failed, 3: the upload failed, 4: the gateway refused the
+request, 5: the rollout failed.
 """
 
 import sys
@@ -31,11 +31,11 @@ Wait = Annotated[
 ]
 NoWait = Annotated[bool, typer.Option("--no-wait", help="Do not wait for the outcome.")]
 ARGUMENTS = 1
-_UsageError = typer.BadParameter.__mro__[1]  # typer brings a click of its own
+_UsageError = typer.BadParameter.__mro__[1]  # typer bundles click without exporting this class
 
 
 def commands():
-    """The implementation, which is loaded when a command runs, so that `--help` is fast."""
+    """Import the implementation when a command runs: `--help` is fast without it."""
     from deploy import commands
 
     return commands
@@ -43,7 +43,7 @@ def commands():
 
 @contextmanager
 def _ending_with_arguments() -> Iterator[None]:
-    """Wrong arguments exit with 1; typer's 2 means that packaging failed."""
+    """Exit with 1 on wrong arguments. Typer would exit with 2, the code for failed packaging."""
     try:
         yield
     except Exception as error:
@@ -57,7 +57,7 @@ def _many(option: str, metavar: str, text: str) -> Any:
 
 
 class GatewayCommand(FiniteCommand):
-    """A command that asks a gateway. A failure is one line and an exit code."""
+    """A command that calls a gateway. On a failure, it prints one line and exits with the code of the failure."""
 
     def invoke(self, ctx: Any) -> Any:
         from shared.gateway_client import ApiFailed
@@ -95,16 +95,16 @@ class Group(TyperGroup):
             return super().resolve_command(ctx, args)
 
 
-#: Options of `deploy` that become the spec, and those that make the package and its environment.
+#: Options of `deploy` for the spec, and for the package with its environment.
 SPEC = ("min_instances", "max_instances", "resources", "canary", "start_s", "idle_s", "retry_limit")
 PACKAGE = ("engine", "entry", "command", "installed", "env", "secret")
 
-Needs = Annotated[str, typer.Option(help="Per instance: cpu=2,memory=4g,gpu=1.")]
+Needs = Annotated[str, typer.Option(help="Resources of an instance: cpu=2,memory=4g,gpu=1.")]
 Canary = Annotated[
     str, typer.Option(help="Initial fraction of requests for the new version, such as 10%.")
 ]
 StartS = Annotated[
-    float, typer.Option(help="Seconds from its installation until a new instance must be ready.")
+    float, typer.Option(help="Seconds from installation within which an instance must be ready.")
 ]
 IdleS = Annotated[float, typer.Option(help="Seconds without work before an instance stops.")]
 RetryLimit = Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")]
@@ -114,11 +114,11 @@ EngineSettings = Annotated[
     _many(
         "--set",
         "NAME=VALUE",
-        "A setting of the model's engine, part of the package, such as quantization=int8.",
+        "A setting of the model's engine, such as quantization=int8. The package includes it.",
     ),
 ]
 Entry = Annotated[str, typer.Option(help="module:Class of a Python application.")]
-Program = Annotated[str, typer.Option(help="Command of an executable's package.")]
+Program = Annotated[str, typer.Option(help="Command line that starts an executable.")]
 Installed = Annotated[
     bool,
     typer.Option("--installed", help="--command is a path on the nodes: nothing is uploaded."),
@@ -131,7 +131,7 @@ Secret = Annotated[
     _many(
         "--secret",
         "NAME[=SECRET]",
-        "A variable of an application, read from the node's secret SECRET, by default of the same name. "
+        "A variable of an application, read from the node's secret SECRET (by default NAME). "
         "Do not pass the value itself.",
     ),
 ]
@@ -152,7 +152,7 @@ def deploy(
     store: Annotated[
         str | None,
         typer.Option(
-            help="Store of packages.", show_default="the gateway's, by upload to the gateway"
+            help="URL of the package store.", show_default="the gateway's, by upload to the gateway"
         ),
     ] = None,
     sign: Annotated[
@@ -161,7 +161,7 @@ def deploy(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done.")] = False,
     target: Annotated[
         Literal["fleet", "kubernetes"],
-        typer.Option(help="kubernetes: upload, and print manifests of workers of this version."),
+        typer.Option(help="kubernetes: upload the package, and print manifests of its workers."),
     ] = "fleet",
     image: Annotated[
         str, typer.Option(help="Container image of the workers on Kubernetes.")
@@ -287,28 +287,28 @@ def nodes(url: Url = URL, api_key: DeployKey = None, output: Form = None) -> Non
 
 
 def drain(
-    node: Annotated[str, typer.Argument(help="The node, as vlm nodes lists it.")],
+    node: Annotated[str, typer.Argument(help="Id of the node, as `vlm nodes` shows it.")],
     url: Url = URL,
     api_key: DeployKey = None,
     wait: Wait = 300,
 ) -> None:
-    """Stop a node after its current requests; other nodes start its instances again."""
+    """Stop a node after its current requests; other nodes restart its instances."""
     commands().run_drain(connect(url, api_key), node, wait)
 
 
 def plan(
     rate: Annotated[float, typer.Option(min=0.001, max=1e6, help="Requests per second.")],
-    tokens: Annotated[int, typer.Option(min=1, max=10**6, help="Output tokens of each.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, max=10**6, help="Output tokens per request.")] = 200,
     prompt: Annotated[
-        int, typer.Option(min=1, max=10**7, help="Prompt tokens, without images.")
+        int, typer.Option(min=1, max=10**7, help="Prompt tokens per request, without images.")
     ] = 200,
-    images: Annotated[float, typer.Option(min=0, max=1000, help="New images of each.")] = 1.0,
+    images: Annotated[float, typer.Option(min=0, max=1000, help="New images per request.")] = 1.0,
     image_bytes: Annotated[int, typer.Option(min=1, max=10**9)] = 200_000,
     figures: Annotated[
         Path | None,
         typer.Option(
-            help="JSON of `vlm bench gateway` and `vlm bench engine --model NAME`, both with --figures.",
-            show_default="of the built-in model",
+            help="JSON file that `vlm bench gateway` and `vlm bench engine --model NAME` write with --figures.",
+            show_default="figures of the built-in model",
         ),
     ] = None,
 ) -> None:
@@ -330,10 +330,10 @@ def plan(
 
 def gc(
     store: Annotated[
-        str | None, typer.Option(help="Store of packages.", show_default="the gateway's")
+        str | None, typer.Option(help="URL of the package store.", show_default="the gateway's")
     ] = None,
     older_than_h: Annotated[
-        float, typer.Option(min=0, help="Age in hours from which packages are removed.")
+        float, typer.Option(min=0, help="Minimum age in hours of the packages to remove.")
     ] = 24,
     keep: Annotated[
         int, typer.Option(min=1, help="Generations of each deployment to keep for rollbacks.")
@@ -342,7 +342,7 @@ def gc(
     url: Url = URL,
     api_key: DeployKey = None,
 ) -> None:
-    """Remove packages that no deployment references from the store."""
+    """Remove from the store the packages that no deployment references."""
     url = store or commands().find_store(connect(url, api_key))
     commands().run_gc(url, older_than_h * 3600, keep, is_dry=dry_run)
 

@@ -1,4 +1,4 @@
-"""Implements the commands: pack, upload missing blobs, to a store or through the gateway, and watch the rollout."""
+"""Implementation of the deployment commands: packaging, upload to the store or the gateway, and progress of rollouts."""
 
 import io
 import json
@@ -46,16 +46,16 @@ from shared.packages.signature import BadSignature, sign
 from shared.packages.store import PackageStore, Report, StoreError, open_store
 from shared.settings import is_loopback
 
-ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes, as in Flame
+ARGUMENTS, PACKAGING, UPLOAD, API, ROLLOUT = 1, 2, 3, 4, 5  # exit codes
 INTERRUPTED = 130
 _UPLOADS = 4  # concurrent uploads
-WIDE = 1000  #: columns of a file or a pipe: tables are not folded
+WIDE = 1000  #: columns of tables in files and pipes, so that no cell is folded
 _POLL_S = 0.5
-_PHASES = ("start", "install", "fetch")  #: of an instance, the last one first
+_PHASES = ("start", "install", "fetch")  #: phases of an instance's start, the last phase first
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "": 1}
 _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)}
 
-# Without markup: messages of applications may contain `[/usr]`, a closing tag.
+# Markup is off: rich would parse `[/usr]` in a message of an application as a closing tag.
 console = Console(stderr=True, highlight=False, markup=False)
 screen = Console(markup=False, width=None if sys.stdout.isatty() else WIDE)
 _UPLOAD_S = 600.0
@@ -64,7 +64,7 @@ _PIECE_BYTES = 256 * 1024
 
 
 class CommandFailed(Exception):
-    """The command ends with `code`; the message says why."""
+    """A command failed for the reason in the message. `code`: its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -72,10 +72,10 @@ class CommandFailed(Exception):
 
 
 def make_spec(*, resources: str, canary: str, **fields: Any) -> Spec:
-    """The spec of options such as `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
+    """Build the spec from options such as `cpu=2,memory=4g,gpu=1` and `10%`. Raises: CommandFailed."""
     try:
         spec = Spec(resources=parse_resources(resources), canary=_parse_share(canary), **fields)
-        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # validates it
+        return msgspec.json.decode(msgspec.json.encode(spec), type=Spec)  # validates the fields
     except (ValueError, msgspec.ValidationError) as error:
         problem, _, field = str(error).partition(" - at `$.")
         option = f"--{re.split('[`.]', field)[0].replace('_', '-')}: " if field else ""
@@ -83,7 +83,7 @@ def make_spec(*, resources: str, canary: str, **fields: Any) -> Spec:
 
 
 def make_environment(env: list[str] | None, secret: list[str] | None) -> Environment:
-    """The environment of `--env` and `--secret`. Raises: CommandFailed."""
+    """Build the environment from `--env` and `--secret`. Raises: CommandFailed."""
     variables = dict(_assignment("--env", each) for each in env or ())
     named = (each.partition("=") for each in secret or ())
     secrets = {name.strip(): other or name.strip() for name, _, other in named}
@@ -103,7 +103,7 @@ def _assignment(option: str, text: str) -> tuple[str, str]:
 
 
 def parse_resources(text: str) -> Resources:
-    """`cpu=2,memory=4g,gpu=1`; each may be left out. Raises: CommandFailed."""
+    """Parse `cpu=2,memory=4g,gpu=1`; each of the three is optional. Raises: CommandFailed."""
     readers = {"cpu": _parse_processors, "memory": _parse_size, "gpu": int}
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
@@ -131,7 +131,7 @@ def _parse_size(text: str) -> int:
 
 
 def _parse_share(text: str) -> float:
-    """`10%`, or 0.1. Raises: CommandFailed."""
+    """Parse a fraction such as `10%` or `0.1`. Raises: CommandFailed."""
     share = text.strip()
     with suppress(ValueError):
         number = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
@@ -155,9 +155,9 @@ def run_deploy(
     image: str | None,
     wait_s: float,
 ) -> None:
-    """Pack, upload, deploy, wait. `package`: options of the command line. Raises: CommandFailed.
+    """Pack, upload and deploy, then wait for the rollout. `package`: options of `PACKAGE`. Raises: CommandFailed.
 
-    `image`: container image for Kubernetes manifests, which are printed; None: nodes run the workers.
+    `image`: print Kubernetes manifests with this container image, instead of deploying on nodes.
     """
     environment = make_environment(package["env"], package["secret"])
     if not re.match(NAME, name):
@@ -166,13 +166,13 @@ def run_deploy(
     try:
         if image is not None:
             if signing_key is not None:
-                raise CannotRender("--sign: manifests name the package by its digest; leave it out")
+                raise CannotRender("--sign: not supported with --target kubernetes; leave it out")
             url = store_url or find_store(client)
             documents = render(name, packed.manifest, spec, url, environment, image)
             with nullcontext() if is_dry else _uploaded(packed, client, store_url):
                 show(documents, form)
             _, _, version = documents[0]["metadata"]["name"].rpartition("-")
-            console.print(f"when its workers are ready: vlm route {name} {version}=100")
+            console.print(f"when its workers are ready, run: vlm route {name} {version}=100")
             return
         if is_dry:
             show(_plan(name, packed, spec, environment, store_url or client.url), form)
@@ -204,7 +204,7 @@ def _pack(application: str, package: dict[str, Any], *, is_named: bool) -> Packe
     if is_named == package["installed"]:
         raise CommandFailed("give --application, or --command with --installed", ARGUMENTS)
     if sum(map(bool, (engine, package["entry"], command))) > 1:
-        text = "--set is for models, --entry for Python applications, --command for executables: give one"
+        text = "--set is for models, --entry for Python applications, --command for executables: give only one"
         raise CommandFailed(text, ARGUMENTS)
     try:
         with _progress("hashing") as bar:
@@ -250,13 +250,13 @@ def show(content: Any, form: str) -> None:
     if form == "json":
         print(text)
     else:
-        found = json.loads(text)  # without repeated objects, for which YAML has aliases
+        found = json.loads(text)  # copied: YAML writes an alias for an object that is repeated
         documents = found if isinstance(found, list) else [found]
         print(yaml.safe_dump_all(documents, sort_keys=False), end="")
 
 
 class GatewayStore:
-    """The gateway as a store for clients without access to its store. Write-only."""
+    """Write-only store that uploads through the gateway, for clients that cannot access the gateway's store."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -264,7 +264,7 @@ class GatewayStore:
         self._starts: dict[str, int] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Ask which blobs of a package are missing; they are protected from collection. Raises: ApiFailed."""
+        """Ask which blobs of a package are missing. The gateway protects all of them from collection. Raises: ApiFailed."""
         headers = {"content-type": MANIFEST_TYPE}
         plan = self._client.send("POST", "/v1/packages", content=manifest.encode(), headers=headers)
         missing = read_content(plan)["missing"]
@@ -342,14 +342,14 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
 
 
 def _is_reachable(url: str, client: Client) -> bool:
-    """Whether the gateway's store is a writable directory of this machine."""
+    """True if the gateway's store is a writable directory of this machine."""
     path = url.removeprefix("file://")
     is_here = is_loopback(urlsplit(client.url).hostname)
     return is_here and path != url and os.access(path, os.W_OK)
 
 
 def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
-    """Upload missing blobs, and the manifest last. Returns the number of blobs. Raises: StoreError."""
+    """Upload missing blobs, and the manifest last. Returns the number of uploaded blobs. Raises: StoreError."""
     manifest, config = packed.manifest.encode(), config_bytes(packed.manifest)
     sizes = {layer.digest: layer.size for layer in packed.manifest.layers}
     with ThreadPoolExecutor(_UPLOADS) as threads:
@@ -373,7 +373,7 @@ def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:
 
 @contextmanager
 def _progress(text: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal; called with the number of further bytes."""
+    """Show a progress bar on a terminal. The yielded function advances the bar by a number of bytes."""
     columns = (TextColumn(text), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     progress = Progress(*columns, console=console, transient=True)
     task = progress.add_task(text, total=total)
@@ -382,7 +382,7 @@ def _progress(text: str, total: int | None = None) -> Iterator[Callable[[int], N
 
 
 def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
-    """Wait until the generation is served, or is a canary. Raises: CommandFailed after a rollback or timeout."""
+    """Wait until the generation is active or a canary. Raises: CommandFailed after a rollback or timeout."""
     began_at, shown = time.monotonic(), ""
     while True:
         found = client.call("GET", f"/{name}")
@@ -397,7 +397,7 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
         if found["state"] == "canary" and found["generation"] == generation:
             share = found["candidate"]["spec"]["canary"]
             console.print(
-                f"{name}: generation {generation} has {share:.0%} of the requests; vlm promote"
+                f"{name}: generation {generation} has {share:.0%} of the requests; next: vlm promote"
             )
             return
         if (doing := found["message"] or _phase(client, found)) not in ("", shown):
@@ -425,7 +425,7 @@ def wait(client: Client, name: str, generation: int, wait_s: float) -> None:
 
 
 def _start_s_of_idle(found: dict[str, Any], generation: int) -> float | None:
-    """The `start_s` of a generation that no node has started yet; None for others."""
+    """The `start_s` of a candidate that no node has started yet; None for other generations."""
     candidate = found["candidate"]
     if candidate is None or found["generation"] != generation:
         return None
@@ -434,7 +434,7 @@ def _start_s_of_idle(found: dict[str, Any], generation: int) -> float | None:
 
 
 def _phase(client: Client, found: dict[str, Any]) -> str:
-    """The furthest phase of the new version's instances, or that there is no node; empty if there are none."""
+    """The furthest phase of the candidate's instances, or a hint if the fleet has no node; empty without instances."""
     digest = found["candidate"]["digest"] if found["candidate"] else ""
     nodes = {slot["phase"]: slot["node"] for slot in found["slots"] if slot["digest"] == digest}
     if not found["slots"] and not client.ask("GET", "/v1/nodes")["data"]:
@@ -445,7 +445,7 @@ def _phase(client: Client, found: dict[str, Any]) -> str:
 def run_change(
     client: Client, method: str, path: str, body: dict[str, Any] | None, wait_s: float = 0
 ) -> None:
-    """Request a change, and wait for its outcome if requested. Raises: CommandFailed."""
+    """Request a change, and wait up to `wait_s` for its outcome. Raises: CommandFailed."""
     found = client.call(method, path, body)
     name, generation = found["name"], found["generation"]
     last = found["generations"][-1]
@@ -462,7 +462,7 @@ def run_change(
 
 
 def run_route(client: Client, name: str, weights: list[str]) -> None:
-    """Set the weights of versions such as `3f2a91b0c4d5=90`; without any, remove the route. Raises: CommandFailed."""
+    """Set the weights of versions such as `3f2a91b0c4d5=90`; without weights, remove the route. Raises: CommandFailed."""
     parts = [each.partition("=") for each in weights]
     good = {v for v, _, weight in parts if weight.isdecimal() and re.match(VERSION, v)}
     if len(good) < len(parts):
@@ -509,7 +509,7 @@ def run_apps(client: Client, form: str | None) -> None:
             str(app["generation"]), app["message"],
         )  # fmt: skip
     screen.print(table)
-    if routes := found.get("routes"):  # an older gateway has none
+    if routes := found.get("routes"):  # older gateways do not send routes
         table = new_table("route", "weights")
         for name, weights in routes.items():
             table.add_row(name, _split(weights))
@@ -532,7 +532,7 @@ def run_nodes(client: Client, form: str | None) -> None:
 
 
 def run_drain(client: Client, name: str, wait_s: float) -> None:
-    """Drain a node, and wait until it has ended. Raises: CommandFailed."""
+    """Drain a node, and wait up to `wait_s` until it has ended. Raises: CommandFailed."""
     node = client.ask("POST", f"/v1/nodes/{quote(name, safe='')}:drain")
     give_up_at, shown = time.monotonic() + wait_s, -1
     while node is not None and time.monotonic() < give_up_at:
@@ -564,7 +564,7 @@ def run_app(client: Client, name: str, form: str | None, pause_s: float | None) 
 
 
 class _Rates:
-    """Answers per second of each version since the last call."""
+    """Rate of answers of each version, in answers per second since the last call of `of`."""
 
     def __init__(self) -> None:
         self._counted: dict[str, tuple[int, float]] = {}
@@ -616,5 +616,5 @@ def _table(app: dict[str, Any], rates: _Rates) -> Table:
 
 
 def _short(revision: dict[str, Any] | None) -> str:
-    """Twelve digits, as in docker: a row fits a terminal of 80 columns."""
+    """The first 12 digits of a digest, as in docker: a row fits a terminal of 80 columns."""
     return revision["digest"].removeprefix("sha256:")[:12] if revision else "-"

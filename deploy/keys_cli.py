@@ -23,12 +23,12 @@ Key = Annotated[
     ),
 ]
 AnyKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="VLM_API_KEY", help="A key; shows its own usage.")
+    str | None, typer.Option("--api-key", envvar="VLM_API_KEY", help="Any key of the fleet.")
 ]
 Name = Annotated[str, typer.Argument(help="The key's name.")]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PATH = "/v1/admin/keys"
-#: Limits that can be removed: fields of a request by their options.
+#: Limits that `--remove` accepts, and their fields in a request.
 _REMOVABLE = {
     "models": "models", "rpm": "requests_per_minute", "tpm": "tokens_per_minute", "open": "open_requests",
     "max-output-tokens": "max_output_tokens", "expires": "expires_in_s", "budget": "budget",
@@ -57,8 +57,8 @@ def _removed(text: str | None) -> str | None:
 Models = Annotated[str | None, typer.Option(help="Comma-separated patterns of model names.")]
 Rpm = Annotated[int | None, typer.Option("--rpm", min=1, help="Requests per minute.")]
 Tpm = Annotated[int | None, typer.Option("--tpm", min=1, help="Tokens per minute.")]
-Open = Annotated[int | None, typer.Option("--open", min=1, help="Open answers at a time.")]
-MaxOutputTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")]
+Open = Annotated[int | None, typer.Option("--open", min=1, help="Concurrent answers.")]
+MaxOutputTokens = Annotated[int | None, typer.Option(min=1, help="Maximum tokens of an answer.")]
 MaxPriority = Annotated[
     Literal["interactive", "batch"] | None,
     typer.Option(help="Highest priority of its requests: interactive by default."),
@@ -71,7 +71,7 @@ Expires = Annotated[
 ]
 Budget = Annotated[
     float | None,
-    typer.Option(parser=_dollars, metavar="DOLLARS", help="Dollars that it may spend."),
+    typer.Option(parser=_dollars, metavar="DOLLARS", help="Dollars that the key can spend."),
 ]
 Per = Annotated[
     Literal["month", "day"] | None,
@@ -92,7 +92,7 @@ def create(
     max_priority: MaxPriority = None, expires_in_s: Expires = None, budget: Budget = None,
     period: Per = None, tag: Tag = None, url: Url = URL, api_key: Key = None,
 ) -> None:  # fmt: skip
-    """Create a key. Its last line of output is the key, which is shown once."""
+    """Create a key. The last line of output is the key, which is shown only once."""
     body = {"name": name, "roles": roles.split(",")} | _limits(context)
     _show_new(connect(url, api_key).ask("POST", _PATH, body))
 
@@ -111,14 +111,14 @@ def update(
     ] = None,
     url: Url = URL, api_key: Key = None,
 ) -> None:  # fmt: skip
-    """Change the limits of a key, within two seconds. Options that are left out change nothing."""
+    """Change the limits of a key, within two seconds. Omitted options change nothing."""
     removed = {_REMOVABLE[each]: None for each in (remove.split(",") if remove else ())}
     body = _limits(context) | removed
     _change("PATCH", name, "changed", url, api_key, body)
 
 
 def _limits(context: typer.Context) -> dict[str, Any]:
-    """The limits that are given, as fields of a request."""
+    """The limits among the options, as fields of a request."""
     fields = (*_REMOVABLE.values(), "max_priority", "period", "tag")
     given = {name: context.params[name] for name in fields if context.params[name] is not None}
     return given | ({"models": given["models"].split(",")} if "models" in given else {})
@@ -149,13 +149,13 @@ def show(name: Name, url: Url = URL, api_key: Key = None) -> None:
 
 @app.command(cls=GatewayCommand)
 def rotate(name: Name, url: Url = URL, api_key: Key = None) -> None:
-    """Replace a key by another one with the same name, data and limits; the old one ends within two seconds."""
+    """Replace a key by a new key with the same name, data and limits. The old key ends within two seconds."""
     _show_new(connect(url, api_key).ask("POST", f"{_PATH}/{quote(name, safe='')}:rotate"))
 
 
 @app.command(cls=GatewayCommand)
 def revoke(name: Name, url: Url = URL, api_key: Key = None) -> None:
-    """Revoke a key, and end its requests, within two seconds."""
+    """Revoke a key, and end its requests within two seconds."""
     _change("DELETE", name, "revoked", url, api_key)
 
 
@@ -182,7 +182,7 @@ def audit(
     url: Url = URL,
     api_key: Key = None,
 ) -> None:
-    """List who asked to change keys, deployments, nodes and adapters, newest first."""
+    """List the requested changes to keys, deployments, nodes and adapters, newest first."""
     table = commands().new_table("time", "key", "address", "action", "name")
     for each in connect(url, api_key).ask("GET", f"/v1/admin/audit?limit={limit}")["data"]:
         at = datetime.fromtimestamp(each["at"], UTC).isoformat(" ", "seconds")
@@ -200,7 +200,7 @@ def usage(
     url: Url = URL,
     api_key: AnyKey = None,
 ) -> None:
-    """Show what keys used: all with VLM_GATEWAY__ROOT_KEY or a key with the role admin, else your own."""
+    """Show the usage of all keys to VLM_GATEWAY__ROOT_KEY and the role admin, and of your own key otherwise."""
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     if csv:

@@ -1,6 +1,6 @@
 """Kubernetes manifests of one version of a deployment: workers of its package, scaled by KEDA.
 
-Gateways send requests to it by weight (`vlm route`). Its queue, and with it the served name, is `NAME@DIGEST`.
+Gateways send requests to the version by weight (`vlm route`). Its queue and its served model are named `NAME@DIGEST`.
 """
 
 import math
@@ -102,7 +102,7 @@ def _settings(
         settings["VLM_ENGINE__START_S"] = f"{spec.start_s:g}"
     if environment != Environment():
         text = msgspec.json.encode(environment, order="sorted").decode()
-        settings["VLM_DEPLOY__ENVIRONMENT"] = text.replace("$", "$$")  # Kubernetes expands it
+        settings["VLM_DEPLOY__ENVIRONMENT"] = text.replace("$", "$$")  # Kubernetes expands $(NAME)
         settings["VLM_NODE__SECRETS_DIR"] = _SECRETS
     return settings
 
@@ -167,13 +167,13 @@ def _pod(
 def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[str, Any]:
     config = manifest.config
     seats = config.engine.get("max_num_seqs", "32") if config.kind == "model" else "1"
-    if not seats.isdecimal():  # of an engine that only the workers know
+    if not seats.isdecimal():  # only workers validate the settings of an external engine
         raise CannotRender(f"--set max_num_seqs={seats}: give a whole number")
     most = str(max(1, int(seats) * 3 // 4))
 
     def prometheus(name: str, metric: str, kind: str, threshold: str) -> dict[str, Any]:
-        query = f'max({metric}{{model="{model}"}})'  # all gateways report the same
-        # Gateways do not list a version before it is routed.
+        query = f'max({metric}{{model="{model}"}})'  # all gateways report the same value
+        # A version that is not routed yet has no metrics.
         rest = {"threshold": threshold, "ignoreNullValues": "true"}
         metadata = {"serverAddress": PROMETHEUS, "query": query, **rest}
         return {"type": "prometheus", "name": name, "metricType": kind, "metadata": metadata}
@@ -203,7 +203,7 @@ def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[st
         "minReplicaCount": spec.min_instances,
         "maxReplicaCount": spec.max_instances,
         "pollingInterval": 2,
-        # The first pod stays until it is routed: gateways know a version by its workers.
+        # Keep the first pod until it is routed: a gateway refuses routes to versions without workers.
         "initialCooldownPeriod": math.ceil(spec.start_s) + idle_s,
         "cooldownPeriod": idle_s,
         "fallback": {  # while Prometheus or Redis does not answer
@@ -215,7 +215,7 @@ def _scaling(unique: str, model: str, manifest: Manifest, spec: Spec) -> dict[st
         "triggers": [
             waiting,
             prometheus("age", "vlm_queue_age_seconds", "Value", f"{spec.target_age_s:g}"),
-            # Running requests are not in the queue length, and must not be stopped.
+            # The queue's lag leaves out running requests, but scaling down must not stop them.
             prometheus("open", "vlm_queue_depth", "AverageValue", most),
         ],
     }

@@ -41,7 +41,7 @@ _SKIPPED = frozenset(
     | {".mypy_cache", ".pytest_cache", ".ruff_cache"}
 )
 _ARCHIVES = (".tar.gz", ".tgz")
-#: A larger archive than `_FREE_BYTES` with a higher ratio is refused as a decompression bomb.
+#: An archive that unpacks to more than `_FREE_BYTES` and `_MAX_RATIO` times its size is refused as a decompression bomb.
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024
@@ -53,7 +53,7 @@ class Packed:
 
     manifest: Manifest
     files: Mapping[str, Path]  #: by digest
-    unpacked: ExitStack = field(default_factory=ExitStack)  #: of an archive's folder
+    unpacked: ExitStack = field(default_factory=ExitStack)  #: deletes unpacked files
 
 
 def pack(
@@ -84,12 +84,12 @@ def pack(
 def pack_installed(command: Sequence[str]) -> Packed:
     """A package without files, for a command that is installed on the nodes. Raises: BadPackage."""
     if not command or not command[0].startswith("/"):
-        raise BadPackage("--installed: give --command with the path of a program, as /usr/bin/x")
+        raise BadPackage("--installed: give --command with an absolute path, such as /usr/bin/x")
     return Packed(make_manifest(PackageConfig("executable", command=tuple(command)), []), {})
 
 
 def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
-    """A directory, and the directory that its links may point into. Raises: BadPackage."""
+    """The directory to pack, and the directory in which its links must end. Raises: BadPackage."""
     if path.is_dir():
         return path, path.resolve()
     # The hub's client is slow to import, and not part of a gateway's image.
@@ -110,7 +110,7 @@ def _find_directory(application: str, path: Path) -> tuple[Path, Path]:
 
 
 def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, Path]]:
-    """The files of a tree, by path. Raises: BadPackage."""
+    """Yield the relative path and the path of each file of a directory tree. Raises: BadPackage."""
     for found in sorted(os.scandir(directory), key=lambda entry: entry.name):
         name, path = prefix + found.name, Path(found.path)
         if found.name in _SKIPPED or found.name.endswith(".pyc"):
@@ -133,7 +133,7 @@ def _walk(directory: Path, root: Path, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack a `.tar.gz`. If one top folder contains everything, it is removed. Raises: BadPackage."""
+    """Unpack a `.tar.gz`. If all files are in one top folder, remove that level. Raises: BadPackage."""
     written, seen = 0, set[str]()
     try:
         with archive.open("rb") as raw, tarfile.open(fileobj=gzip.GzipFile(fileobj=raw)) as members:
@@ -196,7 +196,7 @@ def find_config(
     if ("config.json" in files and has_weights) or needs_none:
         try:
             check_package(engine, files)
-            if find_kind(kind_of(engine)) is not None:  # the nodes may know other engines
+            if find_kind(kind_of(engine)) is not None:  # nodes can have other engines
                 read_settings(to_tree(engine, "__"), lambda name: f"--set {name}")
         except (EngineStartError, SettingsError) as error:
             raise BadPackage(str(error)) from None
@@ -232,7 +232,7 @@ def _read_tool(files: Mapping[str, Path]) -> Mapping[str, object]:
 
 
 def _find_application(files: Mapping[str, Path]) -> str:
-    """The only Application of app.py; empty if there is none. Raises: BadPackage."""
+    """The entry point of the only Application in app.py; empty if there is none. Raises: BadPackage."""
     sources = [
         path for path in files if path == "app.py" or (len(files) == 1 and path[-3:] == ".py")
     ]
@@ -257,7 +257,7 @@ def _find_application(files: Mapping[str, Path]) -> str:
 def _hash(
     config: PackageConfig, files: Mapping[str, Path], report: Report | None
 ) -> tuple[Manifest, dict[str, Path]]:
-    """The manifest, and the files by digest. Hashes with a thread per processor. Raises: BadPackage."""
+    """The manifest, and the files by digest. Hashes with one thread per processor. Raises: BadPackage."""
     for name in files:
         check_path(name)  # before gigabytes are read
 

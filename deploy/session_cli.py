@@ -17,10 +17,10 @@ from shared.gateway_url import URL, ApiKey, AskUrl
 if TYPE_CHECKING:
     from shared.gateway_client import Client
 
-_MAX_TASKS = 1000  # of one request
+_MAX_TASKS = 1000  # per request
 _WAIT_S = 30
 _MAX_SHOWN_CHARS = 256
-#: Codes of errors of a single task, after which other tasks are still sent.
+#: Error codes that concern a single task: the next tasks are still sent.
 _TASK_ERRORS = (
     *("task_failed", "request_kills_workers", "too_many_attempts", "worker_lost"),
     *("engine_failure", "deadline_exceeded"),
@@ -102,7 +102,7 @@ def create(
     body: dict[str, Any] = {name: context.params[name] for name in names}
     if resources:
         body["resources"] = wanted = msgspec.structs.asdict(commands().parse_resources(resources))
-        if "cpu" not in resources:  # do not require the default of 1
+        if "cpu" not in resources:  # without cpu=, the session requires no minimum
             del wanted["cpu"]
     if common_data:
         body["common_data"] = _read_input(common_data)
@@ -218,7 +218,7 @@ def _read_input(text: str) -> Any:
 
 
 def _end(num_failed: int, num_tasks: int) -> None:
-    """Raises: CommandFailed."""
+    """Raises: CommandFailed if a task failed."""
     if num_failed:
         raise commands().CommandFailed(
             f"{num_failed} of {num_tasks} tasks failed", commands().ROLLOUT
@@ -226,7 +226,7 @@ def _end(num_failed: int, num_tasks: int) -> None:
 
 
 def _send(client: "Client", path: str, tasks: Sequence[dict[str, Any]]) -> None:
-    """Send tasks, and retry while the queue is full or the key over a limit. Task ids make retries safe."""
+    """Send tasks, and retry while the queue is full or the key is over a limit. Task ids make retries safe."""
     from shared.gateway_client import ApiFailed
 
     while True:

@@ -13,7 +13,7 @@ import av
 from engines.base import AudioInfo, InvalidImage
 from engines.video_decoder import OPTIONS, check_length, decode_stream, open_container, read_packets
 
-#: FFmpeg's name of a container by media type. It is not probed.
+#: FFmpeg's container names by media type. The container is not probed.
 CONTAINERS = {
     "audio/wav": "wav", "audio/mpeg": "mp3", "audio/flac": "flac", "audio/ogg": "ogg", "audio/mp4": "mov",
     "audio/aac": "aac", "audio/webm": "matroska",
@@ -31,7 +31,7 @@ _OPTIONS = OPTIONS | {
     "codec_whitelist": ",".join(CODECS),
 }
 _LEAST_RATE, _MOST_RATE = 1000, 384_000
-_PREROLL_S = 1.0  #: decoders need earlier packets for the first samples of a part
+_PREROLL_S = 1.0  #: decoders need earlier packets to decode the first samples of a part
 _LOUDNESS_RATE = 4000
 _STEP_SAMPLES = 400  #: samples of a step of 0.1 s at `_LOUDNESS_RATE`
 _STEPS_PER_S = _LOUDNESS_RATE / _STEP_SAMPLES
@@ -93,7 +93,7 @@ class AudioFile:
         return length_s
 
     def _find_segments(self, length_s: float, longest_s: float) -> tuple[float, ...]:
-        """Where segments end: each at the quietest 0.4 s within the last third of `longest_s`."""
+        """End times of segments. Each ends at the quietest 0.4 s within the last third of `longest_s`."""
         if length_s <= longest_s:
             return (length_s,)
         loudness, end_s = list[float](), 0.0  # by step
@@ -115,12 +115,12 @@ class AudioFile:
         return (*ends, end_s)
 
     def samples(self, rate: int) -> Iterator[bytes]:
-        """One channel at this many samples a second, as float32. Raises: InvalidImage."""
+        """Decode one channel as float32, at `rate` samples per second. Raises: InvalidImage."""
         for from_s in (self._start_s - _PREROLL_S, 0.0):
             pieces = self._pieces(rate, from_s)
             head = next(pieces, (math.inf, b""))
             if from_s <= 0 or head[0] <= self._start_s:
-                break  # otherwise the seek landed after the start
+                break  # else decode from the file's beginning: the seek landed after the start
         part_s = min(self._end_s - self._start_s, self._max_s)
         left, is_part = int(part_s * rate), part_s < self._max_s
         is_empty = True
@@ -129,7 +129,7 @@ class AudioFile:
                 break
             start, end = (round((s - at_s) * rate) for s in (self._start_s, self._end_s))
             kept = piece[4 * max(0, start) : 4 * max(0, end)]
-            if is_part:  # times of a damaged file may overlap
+            if is_part:  # timestamps of a damaged file can overlap
                 kept = kept[: 4 * left]
             left -= len(kept) // 4
             if left < 0:
@@ -140,7 +140,7 @@ class AudioFile:
             raise InvalidImage("The audio has no samples that can be decoded.")
 
     def _pieces(self, rate: int, from_s: float) -> Iterator[tuple[float, bytes]]:
-        """Pieces of samples and their times. Seeks to `from_s`; some containers start later. Raises: InvalidImage."""
+        """Times and samples of pieces, from `from_s` on or, in some containers, from later. Raises: InvalidImage."""
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         at_s = 0.0 if from_s <= 0 else math.inf
         try:
@@ -153,7 +153,7 @@ class AudioFile:
                 at_s = frame.time - self._first_s
             try:
                 pieces = resampler.resample(frame)
-            except Exception:  # its format changes within the stream
+            except Exception:  # the sample format changes within the stream
                 raise InvalidImage(DAMAGED) from None
             for piece in pieces:
                 yield at_s, bytes(piece.planes[0])[: 4 * piece.samples]

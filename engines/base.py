@@ -84,11 +84,10 @@ class UnsupportedCheckpoint(EngineStartError):
 class Capabilities:
     max_num_seqs: int  #: concurrent calls
     tasks: tuple[str, ...] = ("generate",)  #: tags of supported tasks
-    #: Whether `prepare_image` decodes images, which are untrusted: it gets a sandboxed decoder.
+    #: Whether `prepare_image` decodes images. They are untrusted, so the worker passes a sandboxed decoder.
     decodes_images: bool = False
     #: Whether preparing a short call is cheaper than a switch to another thread.
     prepares_quickly: bool = False
-    #: Whether it supports grammars.
     takes_grammars: bool = False
     takes_video: bool = False
     max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
@@ -97,26 +96,26 @@ class Capabilities:
 class EngineCall(msgspec.Struct, frozen=True):
     """One attempt at a call, the input of `prepare`."""
 
-    request_id: str  #: of this claim, `ID@ATTEMPT.NUMBER`; set on the engine's outputs
+    request_id: str  #: id of this claim, `ID@ATTEMPT.NUMBER`; copied to its outputs
     task: Task
-    tenant: str = ""  #: tenants share no cache
+    tenant: str = ""  #: tenants do not share cache entries
     priority: Priority = Priority.INTERACTIVE
     is_streamed: bool = True  #: whether the client waits for each token
-    output_token_ids: tuple[int, ...] = ()  #: of earlier attempts, to be continued
+    output_token_ids: tuple[int, ...] = ()  #: output of earlier attempts, to be continued
     adapter: str = ""  #: digest of a loaded adapter; empty: no adapter
-    common_data: bytes = b""  #: the data of a task's session, as JSON
+    common_data: bytes = b""  #: JSON data shared by all tasks of the session
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
     max_rank: int
-    max_bytes: int  #: of its files
+    max_bytes: int  #: limit of the total size of the adapter's files
 
 
 @dataclass(frozen=True)
 class Adapter:
-    digest: str  #: of its files
-    rank: int = 1  #: its largest
+    digest: str  #: digest of the adapter's files
+    rank: int = 1  #: largest rank among its layers
     num_bytes: int = 0
 
 
@@ -125,24 +124,24 @@ class PreparedImage(msgspec.Struct, frozen=True):
 
     image_hash: str
     content: Any
-    frames: tuple[int, int] | None = None  #: of a video: the number of sampled frames, and of all
+    frames: tuple[int, int] | None = None  #: numbers of sampled and all frames of a video
 
 
 #: Decodes bytes with the expected (width, height) to an RGB image. Raises: InvalidImage.
 Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
 
-#: Sampled frames where neither the request nor the checkpoint gives a number.
+#: Number of sampled frames if neither the request nor the checkpoint sets one.
 DEFAULT_NUM_FRAMES = 32
 
 
 class VideoInfo(msgspec.Struct, frozen=True):
-    """A video after rotation, or its requested part. Values are measured, not from headers. Units: pixels, seconds."""
+    """A video or its requested part, after rotation. Values are measured, not read from headers. Units: pixels, s."""
 
     width: int
     height: int
     num_frames: int
     length_s: float
-    is_sampled: bool = False  #: all frames are used, as the client has chosen them
+    is_sampled: bool = False  #: the client chose the frames, so all of them are used
 
     @property
     def fps(self) -> float:
@@ -150,10 +149,10 @@ class VideoInfo(msgspec.Struct, frozen=True):
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    max_pixels: int  #: of a frame as it is coded; a larger one is refused
-    max_sum_pixels: int  #: of all chosen frames; larger ones are scaled down
-    scale_min: int = 0  #: smaller frames are scaled up to it
-    scale_max: int = 0  #: larger frames are scaled down to it; 0: no frame is
+    max_pixels: int  #: limit of a coded frame; larger frames are refused
+    max_sum_pixels: int  #: limit of all chosen frames together; frames are scaled down to meet it
+    scale_min: int = 0  #: smaller frames are scaled up to this number of pixels
+    scale_max: int = 0  #: larger frames are scaled down to this number of pixels; 0: no limit
 
     def check(self, width: int, height: int) -> None:
         """Raises: InvalidImage."""
@@ -175,15 +174,15 @@ class FrameLimits(msgspec.Struct, frozen=True):
 class OpenVideo(Protocol):
     info: VideoInfo
     options: VideoOptions  #: how the request wants frames to be sampled
-    max_frames: int  #: that may be sampled
+    max_frames: int  #: limit of sampled frames
 
     def frames(self, indices: Sequence[int]) -> list[Image.Image]:
-        """Decode frames; called once. Frame i is what is shown at i / fps. Raises: InvalidImage."""
+        """Decode frames; can be called once. Frame i is the frame shown at i / fps seconds. Raises: InvalidImage."""
         ...
 
 
 class AudioInfo(msgspec.Struct, frozen=True):
-    """An audio file. Values are measured, not from headers. Units: seconds."""
+    """An audio file. Values are measured, not read from headers. Units: seconds."""
 
     length_s: float
     #: Ends of the segments of a transcription; empty unless requested.
@@ -196,12 +195,12 @@ class OpenAudio(Protocol):
     info: AudioInfo
 
     def samples(self, rate: int) -> bytes:
-        """One channel at this many samples a second, as float32; called once. Raises: InvalidImage."""
+        """Decode one channel as float32, at `rate` samples per second; can be called once. Raises: InvalidImage."""
         ...
 
 
 def sample_evenly(video: OpenVideo, default: int = DEFAULT_NUM_FRAMES) -> list[int]:
-    """Indices of frames, evenly over the video; `default`: how many without a request. Raises: InvalidImage."""
+    """Indices of evenly spaced frames. `default`: their number if the request sets none. Raises: InvalidImage."""
     info, options = video.info, video.options
     if info.is_sampled:
         return list(range(info.num_frames))
@@ -217,8 +216,8 @@ def check_num_frames(count: int, video: OpenVideo) -> None:
     """Raises: InvalidImage if a request asks for more frames than the limit."""
     if count > video.max_frames:
         raise InvalidImage(
-            f"The video would have {count} frames: send at most {video.max_frames}, "
-            "by a lower fps or num_frames, or a shorter part.",
+            f"{count} frames would be sampled from the video, but the limit is {video.max_frames}: "
+            "send a lower fps or num_frames, or a shorter video.",
             "num_frames" if video.options.fps is None else "fps",
         )
 
@@ -229,23 +228,23 @@ def can_decode_video() -> bool:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises: InvalidRequest for an id outside the model's vocabulary; the tokenizer's may be larger."""
+    """Raises: InvalidRequest for an id outside the model's vocabulary. The tokenizer's vocabulary can be larger."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
         raise InvalidRequest(
-            f"Token id {wrong} of {param} is outside the vocabulary: the model has 0 to {vocab_size - 1}.",
+            f"Token id {wrong} of {param} is outside the vocabulary: send ids from 0 to {vocab_size - 1}.",
             param,
         )
 
 
 class Tokenization(msgspec.Struct, frozen=True):
-    """The result of `Engine.tokenize`: token ids with their spellings, or a text; or the segments of audio."""
+    """The result of `Engine.tokenize`: token ids with their strings, a text, or the segments of an audio file."""
 
     token_ids: Sequence[int] = ()
     strings: Sequence[str] = ()
     text: str = ""
-    segment_ends: tuple[float, ...] = ()  #: of `Tokenize.finds_segments`
-    frames: tuple[tuple[int, int], ...] = ()  #: of each video, as in `PreparedImage`
+    segment_ends: tuple[float, ...] = ()  #: result of `Tokenize.finds_segments`, in seconds
+    frames: tuple[tuple[int, int], ...] = ()  #: frames of each video, as in `PreparedImage`
 
 
 class EngineInput(Protocol):
@@ -276,15 +275,15 @@ class EngineOutput(msgspec.Struct):
     error: str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILURE
     timings: StageTimings | None = None
-    num_without_id: int = 0  #: further tokens with unknown ids
-    stopped_by: str = ""  #: the stop string that ended it
-    reasoning: str = ""  #: reasoning, before `text`
-    calls: tuple[CallPiece, ...] = ()  #: function calls, after `text`
-    prompt_token_ids: tuple[int, ...] = ()  #: with the first usage, where the request asks for them
-    prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: of a range of the prompt; before any token
-    #: With the last output of a pooling task: its vectors, concatenated, or its scores, as little-endian float32.
+    num_without_id: int = 0  #: number of further tokens, whose ids are unknown
+    stopped_by: str = ""  #: the stop string that ended the output
+    reasoning: str = ""  #: reasoning that precedes `text`
+    calls: tuple[CallPiece, ...] = ()  #: function calls that follow `text`
+    prompt_token_ids: tuple[int, ...] = ()  #: sent with the first usage, if requested
+    prompt_logprobs: tuple[PromptLogprob, ...] = ()  #: sent before any token, if requested
+    #: On the last output of a pooling task: its concatenated vectors or its scores, as little-endian float32.
     values: bytes = b""
-    dimensions: int = 0  #: of a vector; 0 for scores
+    dimensions: int = 0  #: dimensions of each vector; 0 for scores
 
 
 class EngineStats(msgspec.Struct):
@@ -293,7 +292,7 @@ class EngineStats(msgspec.Struct):
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_batch: int = 0  #: waiting requests that are batch work
-    num_steps: int = 0  #: the worker's heartbeat
+    num_steps: int = 0  #: also the worker's heartbeat
     kv_usage_ratio: float = 0.0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
@@ -326,18 +325,18 @@ class Engine(ABC, Generic[Input]):
         return False
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
-        """Process an image for `prepare`; by default the encoded bytes.
+        """Process an image for `prepare`. The default returns the encoded bytes.
 
-        The worker caches the result by its `nbytes` or length. Thread-safe. Raises: InvalidImage.
+        The worker's cache counts the result by its `nbytes` or length. Thread-safe. Raises: InvalidImage.
         """
         return data
 
     def prepare_video(self, video: OpenVideo) -> Any:
-        """Sample and process a video for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
+        """Sample and process a video for `prepare`; cached like images. Thread-safe. Raises: InvalidImage."""
         raise InvalidImage("The model does not support videos.")
 
     def prepare_audio(self, audio: OpenAudio) -> Any:
-        """Decode and process audio for `prepare`; cached as images. Thread-safe. Raises: InvalidImage."""
+        """Decode and process audio for `prepare`; cached like images. Thread-safe. Raises: InvalidImage."""
         raise InvalidImage("The model does not support audio.")
 
     @abstractmethod
@@ -368,15 +367,15 @@ class Engine(ABC, Generic[Input]):
         """One forward pass of the batch. Returns the outputs of its requests."""
 
     def wake(self) -> None:
-        """Make a `step` that waits for another process return. Thread-safe."""
+        """Interrupt a `step` that is waiting for another process. Thread-safe."""
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether `step` has work."""
+        """Whether a call of `step` would compute anything."""
 
     @abstractmethod
     def stats(self) -> EngineStats:
-        """The engine's present state; cheap."""
+        """The engine's current statistics; cheap to call."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Child processes, connected by one socket, that do not inherit the environment, which contains addresses and keys.
+"""Child processes that communicate over a socket, without the environment's addresses and keys.
 
-A child calls `restrict` and `confine` before it reads untrusted input: they limit its memory and, where the kernel
+A child calls `restrict` and `confine` before it reads untrusted input. They limit its memory and, where the kernel
 supports seccomp, deny access to files, sockets, programs and other processes. Input that crashes the child does not
 affect the parent. Used by the worker's image decoders and the grammar compiler.
 """
@@ -101,7 +101,7 @@ class ChildProcess:
                 raise
 
     def wait_until_ready(self) -> None:
-        """Return when the child has sent `READY`. Raises: EOFError, OSError (TimeoutError too)."""
+        """Return when the child has sent `READY`. Raises: EOFError, OSError (including TimeoutError)."""
         if not self._is_ready:
             receive(self.socket, len(READY), time.monotonic() + _START_S)
             self._is_ready = True
@@ -166,7 +166,7 @@ def send_message(sock: socket.socket, message: bytes) -> None:
 def receive_message(
     sock: socket.socket, until: float | None = None, max_bytes: int | None = None
 ) -> bytearray:
-    """A message of `send_message`. Raises: EOFError if it is larger than `max_bytes`; as `receive`."""
+    """Receive a message of `send_message`. Raises: EOFError if it exceeds `max_bytes`; the errors of `receive`."""
     (length,) = _LENGTH.unpack(receive(sock, _LENGTH.size, until))
     if max_bytes is not None and length > max_bytes:
         raise EOFError
@@ -174,7 +174,7 @@ def receive_message(
 
 
 def receive(sock: socket.socket, num_bytes: int, until: float | None = None) -> bytearray:
-    """The next bytes, `until` a reading of `time.monotonic`. Raises: EOFError, TimeoutError, OSError."""
+    """Receive the next bytes. `until`: deadline on `time.monotonic`. Raises: EOFError, TimeoutError, OSError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
@@ -202,7 +202,7 @@ def can_filter() -> bool:
     """Whether system calls can be filtered on this machine."""
     if sys.platform != "linux" or platform.machine() not in _AUDIT_ARCH:
         return False
-    # A filter at address 0 gives EFAULT if filters are supported, else EINVAL.
+    # For a filter at address 0, the kernel returns EFAULT if it supports filters, else EINVAL.
     libc = ctypes.CDLL(None, use_errno=True)
     return (
         libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, None, 0, 0) == -1
@@ -211,21 +211,21 @@ def can_filter() -> bool:
 
 
 def confine() -> bool:
-    """Deny opening files and sockets, running programs and inspecting processes, irrevocably.
+    """Irrevocably deny this process access to files, sockets, programs and other processes.
 
     Call it after all modules are loaded. Returns False if the kernel does not support it.
     Source: Linux, Documentation/userspace-api/seccomp_filter.rst.
     """
     if not can_filter():
         return False
-    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # of classic BPF
+    load, equal, at_least, give = 0x20, 0x15, 0x35, 0x06  # opcodes of classic BPF
     deny, allow = 0x0005_0000 | errno.EPERM, 0x7FFF_0000
     numbers = sorted(_DENIED[platform.machine()].values())
     code = [
         (load, 0, 0, 4),  # the architecture
         (equal, 1, 0, _AUDIT_ARCH[platform.machine()]),
         (give, 0, 0, deny),
-        (load, 0, 0, 0),  # the number
+        (load, 0, 0, 0),  # the system call's number
         (at_least, len(numbers) + 1, 0, 0x4000_0000),  # calls of the x32 ABI
         *((equal, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),
         (give, 0, 0, allow),
@@ -241,5 +241,5 @@ def confine() -> bool:
 
 
 def hide_process() -> bool:
-    """Hide environment and memory from the user's other processes, without core dumps. False: not supported."""
+    """Hide environment and memory from the user's other processes; no core dumps. Returns False if unsupported."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) == 0

@@ -1,6 +1,6 @@
 """The commands `vlm models`, `vlm pull` and `vlm rm`.
 
-They import torch when they run.
+They import torch only when they run.
 """
 
 import json
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Show what runs on this machine; loads torch.")
+        bool, typer.Option("--check", help="Show which models run on this machine.")
     ] = False,
 ) -> None:
-    """List built-in models and those in the hub's cache."""
+    """List built-in models and models in the hub's cache."""
     from engines.packages.cache import format_bytes, list_models
 
     if check and find_spec("torch") is None:
@@ -73,7 +73,7 @@ def pull(
         bool, typer.Option("--force", help="Download it even if it does not run on this machine.")
     ] = False,
 ) -> None:
-    """Download a model of the hub, if it runs on this machine."""
+    """Download a model from the hub if it runs on this machine."""
     from engines.base import EngineStartError
     from engines.packages.resolve import parse_hub_id, resolve_model
 

@@ -14,16 +14,16 @@ from engines.base import InvalidImage
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF")
 MAX_PIXELS = 128_000_000  # bounds memory; the limits of gateways are lower
 FORMAT_NAMES = "PNG, JPEG, WebP, GIF and AVIF"
-CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are understood."
+CANNOT_DECODE = f"The image cannot be decoded; {FORMAT_NAMES} are supported."
 _ALPHA_BANDS = frozenset("Aa")
 #: Factors that scale samples of a PNG to 8 bits. Pillow scales the pixels, but not the transparent color.
 _SCALES = {"L;2": 85, "L;4": 17, "I;16B": 1 / 256, "RGB;16B": 1 / 256}
 
-AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a sandboxed child may not start threads
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # a sandboxed child cannot start threads
 
 
 def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> Image.Image:
-    """The first frame in RGB, upright, with transparency on white.
+    """Decode the first frame to RGB: upright, with transparent pixels on white.
 
     The decoder's size, which may differ from the header's, is compared with `expected_size` (width, height) before
     memory is allocated. Raises: InvalidImage.
@@ -42,7 +42,7 @@ def decode_image(data: bytes, expected_size: tuple[int, int] | None = None) -> I
 
 @contextmanager
 def open_image(data: bytes, expected_size: tuple[int, int] | None) -> Iterator[ImageFile.ImageFile]:
-    """Open an image without decoding it. Raises: InvalidImage, also for errors in the block."""
+    """Open an image without decoding it. Raises: InvalidImage, also for errors in the `with` block."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
             if expected_size is not None and image.size != expected_size:

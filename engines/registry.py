@@ -1,6 +1,6 @@
 """Engines by name, and the choice of an installed server for a model when the engine is `auto`.
 
-An engine is a class of settings and a function that creates it. Engines of other packages are found by the entry point
+An engine is a settings class and a function that creates the engine. Other packages add engines by the entry point
 group `vlm_fleet.engines`, whose values are `EngineKind`s. Engines are imported lazily.
 """
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ENTRY_POINTS = "vlm_fleet.engines"
 AUTO = "auto"
 DEFAULT_KIND = "torch"
-APPLICATION_KIND = "application"  #: of applications
+APPLICATION_KIND = "application"  #: runs Python applications and executables
 
 
 @cache
@@ -59,7 +59,7 @@ def find_server(model: str) -> str | None:
 
 
 def _read_architecture(file: Path) -> str | None:
-    """`general.architecture` of a GGUF file, which writers put first."""
+    """`general.architecture` of a GGUF file; writers store it as the first field."""
     try:
         with file.open("rb") as opened:
             header = opened.read(_HEADER_BYTES)
@@ -74,7 +74,7 @@ def _read_architecture(file: Path) -> str | None:
 
 
 def _vllm_version() -> Version | None:
-    """The version of the `vllm` program, from its environment's metadata: running it takes seconds."""
+    """The version of the `vllm` program, read from its environment's metadata because running it takes seconds."""
     program = shutil.which("vllm")
     if program is None:
         return None
@@ -85,15 +85,15 @@ def _vllm_version() -> Version | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine's parts, as objects or as `module:name`, which is imported when needed.
+    """The definition of an engine. Classes and functions can be given as `module:name`, imported when needed.
 
     `create(settings, progress)` blocks until the engine can serve. Raises: EngineStartError.
     """
 
     settings: type[EngineSettings] | str
     create: Callable[[Any, Progress | None], LoadedEngine] | str
-    needs: str = ""  #: the module without which it cannot run
-    install: str = ""  #: what to install if a package of `create` is missing
+    needs: str = ""  #: module that the engine requires
+    install: str = ""  #: requirement to install if a package of `create` is missing
     #: Refuses an unknown model before anything is loaded. Raises: EngineStartError.
     check_model: Callable[[str], None] | str | None = None
     #: Imports the modules of `create`, if that takes seconds.
@@ -104,7 +104,7 @@ class EngineKind:
     models: tuple[str, ...] = ()
     #: Whether its models are checkpoints with config.json and safetensors.
     needs_checkpoint: bool = False
-    #: Whether it runs the code of a package, isolated and with limits that the node sets. A model package may not
+    #: Whether it runs the code of a package, isolated and with limits that the node sets. A model package must not
     #: select it.
     runs_code: bool = False
 
@@ -184,7 +184,7 @@ def register(name: str, kind: EngineKind) -> None:
 
 
 def engine_kinds() -> dict[str, EngineKind]:
-    """All engines by name; those of other packages come last and replace none."""
+    """All engines by name. Engines of other packages come last and cannot replace built-in engines."""
     others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     return kinds | {name: point.load() for name, point in others.items() if name not in kinds}
 
@@ -194,7 +194,7 @@ def settings_classes() -> list[type[EngineSettings]]:
 
 
 def read_settings(values: Mapping[str, object], spell: Spell = as_variable) -> EngineSettings:
-    """Validate raw values by the engine of their `kind`. Raises: BadEngineSettings."""
+    """Validate raw values with the settings class of their `kind`. Raises: BadEngineSettings."""
     kind, found = _find(values)
     own = {name: value for name, value in values.items() if name != "kind"}
     return found.load_settings().read(kind, own, spell)
@@ -258,7 +258,7 @@ def create_engine(values: Mapping[str, object], progress: Progress | None = None
 
 
 def kind_of(values: Mapping[str, object]) -> str:
-    """The engine's name in raw values; if it is not set, by model and machine."""
+    """The engine that raw values name. If they name none, the engine that suits the model and the machine."""
     kind, model = str(values.get("kind", AUTO)), str(values.get("model", ""))
     if kind != AUTO or not model:
         return DEFAULT_KIND if kind == AUTO else kind
@@ -280,7 +280,7 @@ def _find(values: Mapping[str, object]) -> tuple[str, EngineKind]:
     kind = find_kind(name)
     if kind is None:
         raise BadEngineSettings(
-            f"VLM_ENGINE__KIND: there is no engine {name!r}; there are "
+            f"VLM_ENGINE__KIND: there is no engine {name!r}; choose one of "
             f"{', '.join(sorted(engine_kinds()))}"
         )
     return name, kind

@@ -1,6 +1,6 @@
-"""Settings of all engines, and their error messages.
+"""Settings that all engines share, and their error messages.
 
-Each engine inherits them in its own folder. The worker passes the raw values of its `VLM_ENGINE__...` variables.
+Each engine defines a subclass in its folder. The worker passes the raw values of its `VLM_ENGINE__...` variables.
 """
 
 from collections.abc import Callable, Iterator, Mapping

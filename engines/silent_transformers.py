@@ -1,4 +1,4 @@
-"""transformers without its progress bars and reports."""
+"""Suppresses the progress bars and reports of transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

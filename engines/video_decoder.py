@@ -1,7 +1,7 @@
-"""Decodes untrusted videos by PyAV, in a sandboxed child process: `VideoFile` reads all packets, then decodes chosen frames.
+"""Decodes untrusted videos with PyAV in a sandboxed child process.
 
-Lengths and counts are computed from the packets, not read from headers. FFmpeg opens only the listed containers and
-codecs, and no further file or protocol.
+`VideoFile` reads all packets, then decodes the chosen frames. Lengths and counts are computed from the packets, not
+read from headers. FFmpeg opens only the listed containers and codecs, and no other file or protocol.
 """
 
 from bisect import bisect_right
@@ -19,14 +19,14 @@ from engines.base import FrameLimits, InvalidImage, VideoInfo
 from engines.image_decoder import decode_image
 from shared.protocol import FRAMES_TYPE
 
-#: FFmpeg's name of a container by media type. It is not probed.
+#: FFmpeg's container names by media type. The container is not probed.
 CONTAINERS = {
     "video/mp4": "mov", "video/webm": "matroska", "video/x-msvideo": "avi", "video/mp2t": "mpegts",
 }  # fmt: skip
 CODECS = ("h264", "hevc", "libdav1d", "vp8", "vp9", "mpeg4", "mjpeg")
 CONTAINER_NAMES = "MP4, WebM, AVI and MPEG-TS"
 CODEC_NAMES = "H.264, HEVC, AV1, VP8, VP9, MPEG-4 and Motion JPEG"
-DAMAGED = f"The file is damaged, or is not a video; {CONTAINER_NAMES} are understood."
+DAMAGED = f"The file is damaged, or is not a video; {CONTAINER_NAMES} are supported."
 OPTIONS = {
     "protocol_whitelist": "none",
     "max_streams": "16",
@@ -39,11 +39,11 @@ _OWN_OPTIONS = OPTIONS | {
 }
 MAX_PACKETS = 500_000
 _PADDING_PIXELS = 256 * 256  #: FFmpeg counts the padding of its buffers as pixels
-_MAX_ERRORS = 100  #: damaged packets
+_MAX_ERRORS = 100  #: damaged packets that are skipped
 
 
 class VideoFile:
-    """A video between two times. `info` describes that part. Units: seconds."""
+    """The part of a video file between two times, described by `info`. Units: seconds."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class VideoFile:
         pts, length_s = self._scan()
         check_length("video", length_s, max_s)
         if start_s and start_s >= length_s:
-            raise InvalidImage("The video ends before start_s.", "start_s")
+            raise InvalidImage("The video ends before start_s: send a smaller start_s.", "start_s")
         self._pts = self._cut(pts, start_s, min(end_s, length_s))
         begin_s = (self._pts[0] - pts[0]) * self._base
         self.info = self._describe(min(end_s or length_s, length_s) - begin_s)
@@ -85,7 +85,7 @@ class VideoFile:
         self._stream: Any = found
         context = found.codec_context
         if context is None or context.codec.name not in CODECS:
-            raise InvalidImage(f"The video is of another codec; {CODEC_NAMES} are understood.")
+            raise InvalidImage(f"The codec of the video is not supported: send {CODEC_NAMES}.")
         self._limits.check(context.width, context.height)
         context.options = {"max_pixels": str(2 * self._limits.max_pixels + _PADDING_PIXELS)}
         context.thread_count = 1
@@ -120,7 +120,7 @@ class VideoFile:
         if frame is None:
             raise InvalidImage("No frame of the video can be decoded.")
         self._limits.check(frame.width, frame.height)
-        # Encoders round the matrix; one of zeros means none.
+        # Encoders round the rotation matrix. A matrix of zeros means no rotation.
         turns = round(frame.rotation / 90) if abs(frame.rotation) <= 360 else 0
         self._rotation = 90 * turns % 360
         width, height = frame.width, frame.height
@@ -133,7 +133,7 @@ class VideoFile:
     def frames(self, times: Sequence[float]) -> Iterator[Image.Image]:
         """The frames that are shown at ascending times, upright, in RGB. Raises: InvalidImage."""
         start = self._pts[0]
-        # Half a tick earlier: frame rates and time bases do not divide each other.
+        # Tolerate half a tick: frame times are not multiples of the time base.
         wanted = [
             self._pts[max(0, bisect_right(self._pts, start + t / self._base + 0.5) - 1)]
             for t in times
@@ -159,7 +159,7 @@ class VideoFile:
         return self._keys[max(0, bisect_right(self._keys, pts) - 1)]
 
     def _decode_from(self, pts: int) -> Iterator[Any]:
-        """Decode from a key frame on, or from an earlier one. Raises: InvalidImage."""
+        """Decode from the key frame at `pts`, or from an earlier frame. Raises: InvalidImage."""
         if self._can_seek:
             try:
                 self._container.seek(pts, stream=self._stream, backward=True, any_frame=False)
@@ -182,7 +182,7 @@ class VideoFile:
         return (height, width) if self._rotation % 180 else (width, height)
 
     def _to_rgb(self, frame: Any, size: tuple[int, int]) -> Image.Image:
-        self._limits.check(frame.width, frame.height)  # it may change within a stream
+        self._limits.check(frame.width, frame.height)  # the size can change within a stream
         rgb = frame.reformat(*size, "rgb24").planes[0]
         image = Image.frombuffer("RGB", size, rgb, "raw", "RGB", rgb.line_size, 1)
         is_turned = self._rotation in (90, 180, 270)
@@ -194,22 +194,22 @@ def open_container(file: IO[bytes], form: str, options: dict[str, str], damaged:
     file.seek(0)
     try:
         return av.open(file, format=form, options=options)
-    except Exception:  # FFmpeg has a hundred errors
+    except Exception:  # FFmpeg raises many kinds of errors
         raise InvalidImage(damaged) from None
 
 
 def read_packets(container: Any, stream: Any, kind: str) -> Iterator[Any]:
-    """The packets of a stream, up to where the file is cut off. Raises: InvalidImage."""
+    """The packets of a stream, up to the end of a truncated file. Raises: InvalidImage."""
     with suppress(av.error.FFmpegError):
         for number, packet in enumerate(container.demux(stream)):
             if number > MAX_PACKETS:
-                raise InvalidImage(f"The {kind} has more than {MAX_PACKETS} packets.")
+                raise InvalidImage(f"Too many packets: send a {kind} of at most {MAX_PACKETS}.")
             if packet.size:
                 yield packet
 
 
 def decode_stream(container: Any, stream: Any, damaged: str) -> Iterator[Any]:
-    """The next frames of a stream, without damaged packets. Raises: InvalidImage with the message `damaged`."""
+    """The next frames of a stream; damaged packets are skipped. Raises: InvalidImage with the message `damaged`."""
     num_errors = 0
     packets = container.demux(stream)
     while True:
@@ -218,7 +218,7 @@ def decode_stream(container: Any, stream: Any, damaged: str) -> Iterator[Any]:
             if packet is None:
                 return
             decoded = packet.decode()
-        except Exception:  # FFmpeg has a hundred errors
+        except Exception:  # FFmpeg raises many kinds of errors
             num_errors += 1
             if num_errors > _MAX_ERRORS:
                 raise InvalidImage(damaged) from None
@@ -233,7 +233,7 @@ def check_length(kind: str, length_s: float, max_s: float, param: str | None = N
 
 
 class FrameFile:
-    """A video of JPEG frames, as `VideoFile`. `info.fps` is their rate."""
+    """A video sent as JPEG frames, with the interface of `VideoFile`. `info.fps` is the frame rate."""
 
     def __init__(self, data: bytes, limits: FrameLimits, max_s: float, fps: float) -> None:
         """Raises: InvalidImage."""
@@ -257,7 +257,7 @@ class FrameFile:
             index = round(time * self._fps)
             image = decode_image(self._frames[min(index, len(self._frames) - 1)])
             if image.size != self._size:
-                raise InvalidImage(f"Frame {index} is of another size than the first.")
+                raise InvalidImage(f"Frame {index} and frame 0 differ in size: send equal sizes.")
             yield image.resize(size)
 
 
@@ -270,9 +270,9 @@ def open_video(
     end_s: float,
     fps: float,
 ) -> VideoFile | FrameFile:
-    """Open a file or frames, by media type. Raises: InvalidImage."""
+    """Open a video file, or a list of JPEG frames, by its media type. Raises: InvalidImage."""
     if media_type == FRAMES_TYPE:
         return FrameFile(file.read(), limits, max_s, fps)
     if media_type not in CONTAINERS:
-        raise InvalidImage(f"The video is of another type; {CONTAINER_NAMES} are understood.")
+        raise InvalidImage(f"The media type of the video is not supported: send {CONTAINER_NAMES}.")
     return VideoFile(file, media_type, limits, max_s, start_s, end_s)

@@ -37,11 +37,11 @@ Record = TypeVar("Record", StoreRecord, FileRecord, StoreFile, FileBatch)
 
 
 class Sqlite:
-    """A file of one process: a connection per thread, one writer at a time. Runs SQL with `?` for values. Thread-safe."""
+    """The SQLite file of one process. Thread-safe: one connection per thread, one writer at a time. SQL uses `?`."""
 
-    #: Whether other processes use the database too. It then also has the vectors.
+    #: Whether several processes use the database, which then holds the vectors too.
     is_shared = False
-    #: Column types: of the primary key, which numbers the rows; of bytes.
+    #: Column types of the primary key, which numbers the rows, and of bytes.
     number, blob = "INTEGER PRIMARY KEY", "BLOB"
 
     def __init__(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class Sqlite:
     @contextmanager
     def change(self, owner: str = "") -> Iterator[None]:
         """One transaction of this thread; one at a time for an owner (a store or tenant)."""
-        with self._writing, self._connection:  # which commits, or rolls back
+        with self._writing, self._connection:  # commits, or rolls back
             self._connection.execute("BEGIN IMMEDIATE")
             yield
 
@@ -152,7 +152,7 @@ class Catalog:
         return [row[0] for row in self._rows("SELECT tenant FROM stores WHERE id = ?", name)]
 
     def drop_store(self, name: str) -> bool:
-        """Delete a store and its records of files; its index becomes an orphan."""
+        """Delete the records of a store and its files; its index becomes an orphan."""
         with self._change(name):
             if not self._rows("DELETE FROM stores WHERE id = ? RETURNING id", name):
                 return False
@@ -245,7 +245,7 @@ class Catalog:
         type_: type[Record],
         purpose: str = "",
     ) -> list[Record]:
-        """A page in the order of creation, one more than the limit if there are more. Ignores ids of deleted entries."""
+        """A page in the order of creation, with one extra record if more follow. Ignores a cursor that was deleted."""
         at = f"SELECT number FROM {table} WHERE {column} = ? AND id = ?"
         edges = self._rows(at, owner, page.after or page.before)
         order, sign = ("ASC", ">") if page.is_ascending != bool(page.before) else ("DESC", "<")

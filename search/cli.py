@@ -1,4 +1,4 @@
-"""The commands of search: `vlm search-node`, `embed`, `store`, `search`."""
+"""Search commands: `vlm search-node`, `embed`, `store` and `search`."""
 
 import os
 from functools import partial
@@ -41,7 +41,7 @@ def _require(use: str = "this command") -> None:
 
 
 def _load():
-    """The implementation, which is loaded when a command runs. Raises: SettingsError."""
+    """Import the implementation, only when a command runs, because that is slow. Raises: SettingsError."""
     _require()
     from search import commands
 
@@ -69,8 +69,8 @@ def embed(
     model: Annotated[
         str,
         typer.Option(
-            help="Directory or hub id; with --url a name of the gateway.",
-            show_default="shapes-clip; with --url the only one",
+            help="Directory or hub id of the model; with --url, the name of a gateway's model.",
+            show_default="shapes-clip; with --url, the only model",
         ),
     ] = "",
     url: LocalUrl = None,
@@ -79,7 +79,7 @@ def embed(
         str, typer.Option(help="Field of .jsonl and .csv with the text.")
     ] = "text",
     prompt: Annotated[
-        str | None, typer.Option(help="Prompt before each text.", show_default="the model's own")
+        str | None, typer.Option(help="Name of a prompt for texts.", show_default="by model")
     ] = None,
     dtype: Annotated[
         Literal["f32", "f16"], typer.Option(help="Type of the stored vectors.")
@@ -140,7 +140,7 @@ def find(
     model: Annotated[
         str,
         typer.Option(
-            help="Model that made the directory; for images `shapes-clip`.", show_default="its own"
+            help="Model of the collection; for images, `shapes-clip`.", show_default="its own"
         ),
     ] = "",
     api_key: ApiKey = None,

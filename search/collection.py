@@ -27,7 +27,7 @@ from shared.search import Attributes, Filter, Hit, Item, SearchError, refuse
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"  #: ending of a file that is being written
-#: Filters whose matching rows are cached.
+#: Number of filters whose matching rows are cached.
 _MASKS = 16
 FORMAT = 1
 TEXT_COLUMNS = ("ids", "texts", "images", "attributes")

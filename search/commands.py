@@ -1,7 +1,7 @@
 """`vlm embed`, `vlm search`, `vlm store load` and `vlm store export`.
 
-`vlm embed` writes a collection from files of texts and images, by an engine in this process or a gateway. An
-interrupted run or export is resumed after its last part.
+`vlm embed` embeds files of texts and images into a collection, with an engine in this process or with a gateway. An
+interrupted `vlm embed` or `vlm store export` is resumed after its last complete part.
 """
 
 import base64
@@ -50,14 +50,14 @@ from shared.settings.limits import MAX_METADATA_ENTRIES, MAX_METADATA_VALUE_CHAR
 DOCUMENT_PROMPTS = ("document", "passage", "search_document")
 QUERY_PROMPTS = ("query", "search_query")
 TIMEOUT_S = 600.0
-TRIES = 5  #: of a request to the gateway
-#: The plan of an incomplete collection.
+TRIES = 5  #: attempts per request to the gateway
+#: File of the `Plan` of an incomplete collection.
 PLAN = "embedding.json"
 IMAGE_ENDINGS = frozenset({".png", ".jpg", ".jpeg", ".webp", ".gif", ".avif"})
 
 
 class EmbedError(Exception):
-    """A command of search failed."""
+    """A command of this module failed; the message is printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _read_one(path: Path, text_field: str) -> Iterator[Source]:
         yield from (Source("", line) for _, line in _lines(path) if line.strip())
     else:
         raise EmbedError(
-            f"{path}: send .txt (a text a line), .jsonl, .csv, images, or a folder of images"
+            f"{path}: use .txt (one text per line), .jsonl, .csv, images, or a folder of images"
         )
 
 
@@ -129,7 +129,7 @@ def _read_jsonl(path: Path, text_field: str) -> Iterator[Source]:
         if isinstance(row, str):
             row = {text_field: row}
         if not isinstance(row, dict):
-            raise EmbedError(f"{path}:{number}: write an object with {text_field!r}, or a text")
+            raise EmbedError(f"{path}:{number}: write an object with {text_field!r}, or a string")
         yield _from_row(row, text_field, f"{path}:{number}", path.parent)
 
 
@@ -141,10 +141,10 @@ def _read_csv(path: Path, text_field: str) -> Iterator[Source]:
 
 
 def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path) -> Source:
-    """Other fields of the row become attributes."""
+    """Create a source from a row. Fields without a meaning of their own become attributes."""
     text, image = row.get(text_field), row.get("image") or None  # a column may be empty
     if not isinstance(text, str) and not isinstance(image, str):
-        raise EmbedError(f"{place} has no text in {text_field!r}: give the field with --text-field")
+        raise EmbedError(f"{place} has no text in {text_field!r}: name the field by --text-field")
     if not text and not isinstance(image, str):
         raise EmbedError(f"{place} has an empty text in {text_field!r}: remove the line")
     attributes = {
@@ -181,7 +181,7 @@ def fingerprint(sources: Iterator[Source]) -> tuple[str, int]:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256. Raises: EmbedError."""
+    """SHA-256 of a file. Raises: EmbedError."""
     return hashlib.sha256(_read(path)).hexdigest()
 
 
@@ -209,7 +209,7 @@ def embed(
     report: Callable[[int, int], None] = lambda num_done, total: None,
     known: tuple[str, int] | None = None,
 ) -> Manifest:
-    """Write a collection, or resume one. `known`: the `fingerprint` of the inputs. Raises: EmbedError, BadCollection."""
+    """Write or resume a collection. `known`: the `fingerprint` of the inputs. Raises: EmbedError, BadCollection."""
     inputs, total = known or fingerprint(read_sources(paths, text_field))
     model = (embedder.model, embedder.digest, embedder.prompt, embedder.dimensions)
     plan = Plan(*model, dtype, part_items, inputs)
@@ -227,7 +227,7 @@ def embed(
         parts.append(write_part(directory, len(parts), items, dtype))
     manifest = _to_manifest(plan, total, parts)
     if sum(part.num_items for part in parts) != total:
-        raise EmbedError("the inputs changed during the run: run it again")
+        raise EmbedError("the inputs changed during the run: run the command again")
     write_manifest(directory, manifest)
     (directory / PLAN).unlink(missing_ok=True)
     return manifest
@@ -256,7 +256,7 @@ def _resume(directory: Path, plan: Plan) -> list[PartRecord]:
     if (directory / MANIFEST).exists():
         manifest = read_manifest(directory)
         if (manifest.inputs, manifest.digest) != (plan.inputs, plan.digest):
-            raise EmbedError(f"{directory} has another collection: name a new directory")
+            raise EmbedError(f"{directory} holds another collection: name a new directory")
         _refuse_changes(directory, manifest, plan, ("prompt", "dtype"))
         return list(manifest.parts)
     try:
@@ -283,7 +283,7 @@ def _refuse_changes(
     differs = [name for name in names if getattr(known, name) != getattr(plan, name)]
     if differs:
         raise EmbedError(
-            f"{directory} was begun with another {' and '.join(differs)}: name a new directory, or use "
+            f"{directory} was started with another {' and '.join(differs)}: name a new directory, or use "
             "the same values"
         )
 
@@ -418,7 +418,7 @@ class RemoteEmbedder:
         raise EmbedError(f"give one of the gateway's embedding models with --model: {names}")
 
     def embed(self, sources: Sequence[Source]) -> np.ndarray:
-        """Texts and images in separate requests, within the limits of one request."""
+        """Embed texts and images in separate requests, each within the gateway's limits."""
         rows: dict[int, np.ndarray] = {}
         texts = {index: each.text for index, each in enumerate(sources) if each.image is None}
         images = {index: each.image for index, each in enumerate(sources) if each.image is not None}
@@ -472,7 +472,7 @@ def open_embedder(
 
 LINE_S = 5.0  #: between lines of progress where there is no terminal
 LOAD_ITEMS = 512
-IMAGE_BYTES = 16 * 1024 * 1024  #: of the images of a request, which base64 makes a third longer
+IMAGE_BYTES = 16 * 1024 * 1024  #: maximum bytes of images per request, before base64 adds a third
 EXPORT_PART_ITEMS = 8192
 PAGE = 100
 _IMAGES = 256
@@ -588,7 +588,7 @@ def run_load(directory: Path, name: str, url: str, model: str, api_key: str | No
 def _batches(
     items: Iterable[Each], size_of: Callable[[Each], int], max_size: int, most: int = LOAD_ITEMS
 ) -> Iterator[list[Each]]:
-    """Batches of up to `most` items, and of `max_size` together or one item."""
+    """Batches of up to `most` items and a total of up to `max_size`; a larger item is a batch of its own."""
     batch: list[Each] = []
     size = 0
     for item in items:
@@ -664,7 +664,7 @@ def run_search(
     api_key: str | None,
 ) -> None:
     if (text is None) == (image is None):
-        raise EmbedError("give what to search for: either a text or --image FILE")
+        raise EmbedError("give either a text or --image FILE to search for")
     if image is not None and not image.is_file():
         raise EmbedError(f"{image} is not a file: give an image with --image")
     query, directory = Source("query", text or "", image), Path(target)
@@ -687,10 +687,10 @@ def run_search(
 
 
 def _find_model(directory: Path, model: str, url: str | None, engine: str) -> str:
-    """The given model, or the collection's. Empty: the default. Raises: EmbedError, BadCollection."""
+    """The given model, or the collection's; empty for the engine's default. Raises: EmbedError, BadCollection."""
     if not (directory / MANIFEST).exists():
         if (directory / PLAN).exists():
-            read_manifest(directory)  # which raises
+            read_manifest(directory)  # raises BadCollection
         if not list_images(directory):
             raise EmbedError(f"{directory} is not a collection (no {MANIFEST}) and has no images")
         return model
@@ -698,7 +698,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
     if model or (url is None and (kind is None or not kind.needs_checkpoint)):
         return model
     model = read_manifest(directory).model
-    if url is None and model not in BUILT_IN:  # a manifest must not choose what is loaded
+    if url is None and model not in BUILT_IN:  # a manifest must not select a download
         raise EmbedError(f"give --url, or name the collection's model with --model: {model}")
     return model
 
@@ -709,8 +709,8 @@ def search_directory(directory: Path, query: Source, k: int, embedder: Embedder)
     manifest = index.manifest
     if embedder.digest != manifest.digest or embedder.dimensions != manifest.dimensions:
         raise EmbedError(
-            f"{directory} was embedded by {manifest.model}, which differs from {embedder.model}: name "
-            "its model with --model"
+            f"{directory} was embedded by {manifest.model}, which differs from {embedder.model}: give "
+            "the collection's model with --model"
         )
     return index.search(np.asarray(embedder.embed([query])), k)[0]
 

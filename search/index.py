@@ -1,4 +1,4 @@
-"""The interface of vector indexes, the indexes by URL scheme, and filters in the languages of the indexes.
+"""The interface of vector indexes, the table of indexes by URL scheme, and the translation of filters to SQL.
 
 An index is one file of this package and a line in `INDEXES`. `tests/search/test_index.py` runs a state machine over
 all of them: acknowledged writes survive a `kill -9`, and searches and filters return what an exact scan with
@@ -32,7 +32,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "lte": le,
 }
 _SIGNS = {"eq": "=", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
-#: Ids that `OrderedIds` reads at once, and windows that it caches.
+#: Number of ids in a window of `OrderedIds`, and number of windows that it caches.
 WINDOW = 65_536
 _MAX_WINDOWS = 4
 
@@ -44,7 +44,7 @@ def _translate(
     some: Callable[[list[Any]], Any],
     negate: Callable[[Any], Any],
 ) -> Any:
-    """Translate a filter with these functions. `compare` gets a comparison, a key and a value."""
+    """Translate a filter with the given functions. `compare` gets a type of comparison, a key and a value."""
     match where.type:
         case "and" | "or":
             parts = [_translate(each, compare, every, some, negate) for each in where.filters]
@@ -78,7 +78,7 @@ def _name(key: str, value: Value) -> str:
     return _kind(value) + key.encode().hex()
 
 
-#: How SQL joins conditions.
+#: Arguments of `_translate` that build SQL.
 _SQL: dict[str, Callable[[Any], str]] = {
     "every": lambda parts: "(" + " AND ".join(parts) + ")",
     "some": lambda parts: "(" + " OR ".join(parts or ["false"]) + ")",
@@ -112,7 +112,7 @@ def sql_text(text: str) -> str:
 
 
 def to_json(attributes: Attributes, write_text: Callable[[str], str] = str) -> str:
-    """The JSON column of attributes by name and type; numbers are floats."""
+    """Encode attributes for the JSON column, with keys of `_name`; numbers are floats."""
     write: dict[str, Callable[[Any], Any]] = {"s": write_text, "n": float, "b": bool}
     columns = {_name(key, value): write[_kind(value)](value) for key, value in attributes.items()}
     return json.dumps(columns, allow_nan=False)
@@ -140,7 +140,7 @@ def to_postgres(where: Filter, values: list[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """`num_bytes`: of disk, if known."""
+    """`num_bytes`: size on disk, or size of the items if that is unknown."""
 
     num_items: int
     num_bytes: int
@@ -160,7 +160,7 @@ class VectorIndex(Protocol):
     def search(self, vectors: "np.ndarray", k: int, where: Filter | None = None) -> list[list[Hit]]:
         """The nearest items of each vector by cosine, best first; equal scores in the order of ids.
 
-        Of items with the k-th score, any may be left out.
+        If several items tie for the k-th place, any of them is returned.
 
         Shapes: [queries, dimensions], float32 of length 1.
         """
@@ -194,7 +194,7 @@ class IndexKind(Protocol):
 
     @property
     def database(self) -> "Database | None":
-        """The database of the vectors, which then has the records too. None: the index is in files."""
+        """The database that holds vectors and records; None if the vectors are in files."""
         ...
 
     def drop(self, name: str) -> None: ...
@@ -204,13 +204,13 @@ class IndexKind(Protocol):
 
 @dataclass(eq=False)
 class OrderedIds:
-    """Pages in the order of ids, for an index without that order.
+    """Pages in the order of ids, for an index that cannot read items in that order.
 
-    Reads and caches a window of `WINDOW` sorted ids; a walk over n items reads n * n / `WINDOW` ids. Writers call
-    `add` and `remove`, so that cached windows are current.
+    Reads and caches windows of `WINDOW` sorted ids; a walk over n items reads n * n / `WINDOW` ids. Writers call
+    `add` and `remove` to update the cached windows.
     """
 
-    _read_ids: Callable[[str, int], list[str]]  #: returns sorted ids after an id, up to a number
+    _read_ids: Callable[[str, int], list[str]]  #: returns up to a number of sorted ids after an id
     _read_items: Callable[[Sequence[str]], list[Item]]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _windows: "list[_Window]" = field(default_factory=list)
@@ -266,7 +266,7 @@ class OrderedIds:
 
 @dataclass(eq=False)
 class _Window:
-    """The ids after `start` up to `end` if it is set. Before the window is loaded: only added ids."""
+    """The ids after `start`, up to `end` (None: no limit). Until it is loaded, the window has only added ids."""
 
     start: str
     end: str | None = None

@@ -1,8 +1,8 @@
 """The Lance index: tables of versioned files in a directory of this process.
 
-A write is one commit: a file, then the version that names it. A search scans up to `SCAN_ROWS` rows exactly; of
-larger tables it scans 8-bit vectors, and reranks the best candidates by their exact vectors. Rows that are newer than
-the index are scanned too, so that a search sees all acknowledged writes. A graph index would take minutes to build
+A write is one commit: a file, then the version that names it. Tables of up to `SCAN_ROWS` rows are scanned exactly. In
+larger tables, a search scans 8-bit vectors, and reranks the best candidates by their exact vectors. Rows that are newer
+than the index are scanned too, so that a search sees all acknowledged writes. A graph index would take minutes to build
 and have a lower recall at equal search time.
 """
 
@@ -31,7 +31,7 @@ from shared.settings.limits import MIB
 SCAN_ROWS = 10_000
 #: A table with more files is compacted.
 MAX_FRAGMENTS = 32
-#: A table is compacted after one commit (about four files) for `_ROWS_PER_COMMIT` rows, within these bounds.
+#: A table is compacted after one commit per `_ROWS_PER_COMMIT` rows, but at least and at most this many commits.
 MIN_COMMITS, MAX_COMMITS = 16, 200
 _ROWS_PER_COMMIT = 64
 #: Candidates to rerank, per requested result.

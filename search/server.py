@@ -1,6 +1,6 @@
 """The search process: serves gateways over HTTP.
 
-Without PostgreSQL there is only one: a lock on the data directory prevents a second. Acknowledged writes survive a kill.
+Without PostgreSQL, a lock on the data directory prevents a second search process. Acknowledged writes survive a kill.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from shared.search import SearchError, refuse
 from shared.settings import SettingsError, is_loopback, own_folder
 from shared.settings.tree import SearchSettings, Settings
 
-#: Threads of readers, and threads of writers. Writers of one store wait for each other.
+#: Number of reader threads, and of writer threads. Writers of one store wait for each other.
 NUM_THREADS = 4
 MAX_WAITING = 256
 DRAIN_S = 10
@@ -76,19 +76,19 @@ class SearchApp:
         await answer(scope, receive, send)
 
     async def _serve(self, request: Request) -> tuple[bytes, int]:
-        """Body and status. Raises: ClientDisconnect."""
+        """Handle a request. Returns body and status. Raises: ClientDisconnect."""
         body = bytearray()
         async for piece in request.stream():
             body += piece
             if len(body) > self._max_bytes:
-                return _fault("too_large", "The request is too large.")
+                return _fault("too_large", f"The request exceeds {self._max_bytes} bytes.")
         if self._num_open > MAX_WAITING:
             return _fault("unavailable", "The search process is overloaded; retry.")
         try:
             asked = self._decoder.decode(body)
         except msgspec.MsgspecError:
             logger.exception("a request cannot be read")
-            return _fault("unavailable", "The versions differ: update gateway and search.")
+            return _fault("unavailable", "Gateway and search process differ: update both.")
         del body
         loop = asyncio.get_running_loop()
         try:
@@ -172,7 +172,7 @@ def _lock(directory: Path) -> IO[bytes]:
 
 
 class _Server(uvicorn.Server):
-    """A server that exits normally on a signal; uvicorn raises it again."""
+    """A server that exits normally on a signal, which uvicorn would raise again."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.force_exit = self.should_exit
@@ -208,7 +208,7 @@ def _listen_on_path(path: Path) -> socket.socket:
         with socket.socket(socket.AF_UNIX) as probe:
             if probe.connect_ex(str(path)) == 0:
                 raise OSError(errno.EADDRINUSE, "another process listens there")
-        path.unlink()  # of a killed process
+        path.unlink()  # left by a killed process
     listener = socket.socket(socket.AF_UNIX)
     others = os.umask(0o117)
     try:

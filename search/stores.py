@@ -1,8 +1,8 @@
 """The vector stores of all tenants, over one kind of index.
 
-One thread at a time writes a store; readers do not wait. The process has a lock for its memory, which is not held
-during I/O. Acknowledged writes survive a killed process, not a power failure. A collection in the
-settings is a read-only store for every key.
+One thread at a time writes a store; readers do not wait. One lock protects the variables of `Stores`, and is not held
+during I/O. Acknowledged writes survive a killed process, but not a power failure. Every key can read the collections
+of the settings as stores.
 """
 
 import hashlib
@@ -97,7 +97,7 @@ class Stores:
         self._background = ThreadPoolExecutor(1, "compact")
         self._due: set[str] = set()
         self._being_written: Counter[str] = Counter()  #: bytes, by tenant
-        self._searched_at: dict[str, int] = {}  #: by store, until it is written
+        self._searched_at: dict[str, int] = {}  #: by store, until the next sweep records it
         self._orphans = set[str]()
         self._is_closing = threading.Event()
         self._sweeper = threading.Thread(target=self._sweep_on, name="sweep", daemon=True)
@@ -125,7 +125,7 @@ class Stores:
             wire.PutFileBatch: self._put_file_batch,
             wire.ReadFileBatch: self._read_file_batch,
         }
-        if not catalog.is_shared:  # then unfinished work is from a killed process
+        if not catalog.is_shared:  # unfinished work is from a killed process, not from another one
             self._orphans.update(catalog.orphans())
             for record in catalog.unfinished():
                 self._forget_chunks(record)
@@ -196,7 +196,7 @@ class Stores:
 
     def _create_store(self, asked: wire.CreateStore) -> wire.StoreRecord:
         most = self._limits.max_stores
-        full = refuse("full", f"This key has {most} vector stores: delete one.")
+        full = refuse("full", f"This key has {most} vector stores, the maximum: delete one.")
         if len(self._catalog.stores(asked.tenant)) >= most:
             raise full
         fields = msgspec.structs.asdict(asked)
@@ -212,7 +212,7 @@ class Stores:
                 if not self._catalog.add_store(asked.tenant, record, most):
                     raise full
         except BaseException:
-            if not is_shared:  # else it is rolled back
+            if not is_shared:  # a shared database has rolled it back
                 self._leave_index(name)
             raise
         return record
@@ -268,7 +268,7 @@ class Stores:
     def _drop_store(self, asked: wire.DropStore, *, only_expired: bool = False) -> bool:
         record = self._find_writable(asked.tenant, asked.store)
         with self._writing(record) as store:
-            if only_expired:  # it may have been written while this waited for its lock
+            if only_expired:  # a write may have renewed it before it was locked
                 current = self._find_writable(asked.tenant, record.id)
                 if current.expires_at is None or current.expires_at > _now():
                     return False
@@ -367,7 +367,7 @@ class Stores:
         )
         with self._room(asked.tenant, len(asked.data)):
             if not self._catalog.add_file(asked.tenant, record, asked.data, most):
-                raise refuse("full", f"This key has {most} files: delete one.")
+                raise refuse("full", f"This key has {most} files, the maximum: delete one.")
         return record
 
     def _read_file(self, asked: wire.ReadFile) -> wire.FileRecord:
@@ -513,7 +513,7 @@ class Stores:
 
     def _close_one(self) -> None:
         for name, store in self._open.items():
-            # A compaction deletes files, which an index that is opened meanwhile would read.
+            # A compaction deletes files that a newly opened index would read.
             is_idle = store.is_open and not store.is_compacting
             if is_idle and store.writing.acquire(blocking=False):
                 del self._open[name]
@@ -526,7 +526,7 @@ class Stores:
         while True:
             store = self._store(record)
             with store.writing:
-                if self._store(record) is store:  # else it was closed, and opened again
+                if self._store(record) is store:  # it was not closed and opened again meanwhile
                     with self._catalog.change_all(record.id):
                         yield store
                     return
@@ -547,7 +547,7 @@ class Stores:
 
     @contextmanager
     def _room(self, tenant: str, num_new: int) -> Iterator[None]:
-        """Reserve this many bytes of the tenant's quota while they are written. Raises: SearchError if it is exceeded."""
+        """Reserve bytes of the tenant's quota while they are written. Raises: SearchError if the quota is exceeded."""
         most = self._limits.max_key_search_bytes
         with self._lock:
             self._being_written[tenant] += num_new
@@ -569,7 +569,7 @@ class Stores:
                     del self._being_written[tenant]
 
     def _check_digest(self, record: wire.StoreRecord, digest: str) -> None:
-        """Raises: SearchError if the vectors are of another model."""
+        """Raises: SearchError if another model computed the vectors."""
         if digest and record.digest and digest != record.digest:
             raise refuse("conflict", wire.MODEL_CHANGED, "embedding_model")
 
@@ -614,7 +614,7 @@ def _open_collection(directory: Path) -> tuple[str, tuple[wire.StoreRecord, Open
     index = FlatIndex(directory)
     manifest = index.manifest
     fields = asdict(manifest)
-    if manifest.query_prompt is None:  # ids of stores do not change with the release
+    if manifest.query_prompt is None:  # keeps the ids that earlier releases computed
         del fields["query_prompt"]
     identity = hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
     created_at = int((directory / manifest.parts[0].name).stat().st_mtime) if manifest.parts else 0

@@ -17,7 +17,7 @@ _LONGEST_WAIT_S = 30.0  #: maximum delay between two retries
 
 
 class ApiFailed(Exception):
-    """The gateway returned an error, with this message and code. `retry_after_s`: when to retry."""
+    """The gateway returned an error. `retry_after_s`: delay before a retry; None: a retry does not help."""
 
     code: str = ""
     retry_after_s: float | None = None
@@ -30,7 +30,7 @@ class GatewaySilent(ApiFailed):
 class Client:
     """Client of one gateway. Without `key`, it uses the key that `vlm serve` created on this machine.
 
-    Raises: ApiFailed for a key that no header can hold.
+    Raises: ApiFailed if the key has characters that are not visible ASCII.
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float = _TIMEOUT_S) -> None:
@@ -68,7 +68,7 @@ class Client:
     def pages(
         self, path: str, tries: int = 1, after: str = "", **query: object
     ) -> Iterator[dict[str, Any]]:
-        """Iterate over the entries of a paginated list, from the one after `after`. Raises: ApiFailed."""
+        """Iterate over the entries of a paginated list, beginning after the id `after`. Raises: ApiFailed."""
         has_more = True
         while has_more:
             page = self.ask("GET", f"{path}?{urlencode({**query, 'after': after})}", None, tries)
@@ -93,10 +93,10 @@ class Client:
             yield answer
 
     def _build(self, method: str, path: str, **more: Any) -> httpx.Request:
-        """Raises: ApiFailed for what no request can hold, such as a number that is not finite."""
+        """Raises: ApiFailed for data that no request can hold, such as a number that is not finite."""
         try:
             return self._http.build_request(method, path, **more)
-        except UnicodeEncodeError:  # of arguments or input in another encoding
+        except UnicodeEncodeError:  # from arguments or input in another encoding
             raise ApiFailed("The request has text that is not UTF-8: send UTF-8.") from None
         except (ValueError, httpx.InvalidURL) as error:
             raise ApiFailed(f"The request cannot be sent: {error}.") from None
@@ -108,7 +108,7 @@ class Client:
         except httpx.HTTPError as error:
             raise GatewaySilent(
                 f"{self.url} does not answer ({error}): start a server there with `vlm serve`, "
-                "or give the address of one with --url"
+                "or give the address of a running server with --url"
             ) from None
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def read_content(answer: httpx.Response) -> Any:
         return content
     try:
         error = dict(content["error"])
-    except (KeyError, TypeError, ValueError):  # a server of another kind
+    except (KeyError, TypeError, ValueError):  # not a gateway
         error = {}
     message = error.get("message", "")
     if answer.status_code in (401, 403):
@@ -135,7 +135,7 @@ def read_content(answer: httpx.Response) -> Any:
             "`vlm serve` stores a key with both permissions in the file deploy.key of its --data-dir "
             "(default: ~/.local/state/vlm-fleet/PORT)."
         )
-    failed = ApiFailed(message or f"the gateway answers {answer.status_code}")
+    failed = ApiFailed(message or f"the gateway answered with HTTP status {answer.status_code}")
     failed.code = error.get("code") or ""
     if (after := answer.headers.get("retry-after", "")).isdigit():
         failed.retry_after_s = float(after)
@@ -143,7 +143,7 @@ def read_content(answer: httpx.Response) -> Any:
 
 
 def _own_key(url: str) -> str | None:
-    """The key that `vlm serve` created on this machine, for its own port only."""
+    """The key that `vlm serve` created on this machine for the port of the URL; None if there is none."""
     parts = urlsplit(url)
     if not is_loopback(parts.hostname):
         return None

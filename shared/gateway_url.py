@@ -1,6 +1,6 @@
 """The options `--url` and `--api-key` of commands that call a gateway.
 
-The default key is that of `VLM_API_KEY`. `OPENAI_API_KEY` is read only if the URL comes from `OPENAI_BASE_URL`,
+The default key is `VLM_API_KEY`. `OPENAI_API_KEY` is read only if the URL comes from `OPENAI_BASE_URL`,
 so that OpenAI's key is never sent to another server.
 """
 
@@ -27,7 +27,7 @@ def read_url(text: str | None) -> str | None:
     except ValueError:
         is_url = False
     if not is_url or not text.isprintable():
-        raise typer.BadParameter(f"not the address of a gateway; write one such as {URL}")
+        raise typer.BadParameter(f"not the address of a gateway; write an address such as {URL}")
     return text.rstrip("/").removesuffix("/v1")
 
 
@@ -44,7 +44,7 @@ Url = Annotated[
     str,
     typer.Option("--url", envvar=URL_VARIABLE, help="Address of the gateway.", callback=read_url),
 ]
-#: The option `--url` of commands that call models. Eager, because it is read before the key.
+#: The option `--url` of commands that call models. Eager, because `read_key` needs the source of the URL.
 AskUrl = Annotated[
     str,
     typer.Option(
@@ -69,6 +69,6 @@ DeployKey = Annotated[
         "--api-key",
         envvar=["DEPLOY_KEY", KEY_VARIABLE],
         help="API key with the permission to deploy.",
-        show_default="vlm serve's own",
+        show_default="the key of vlm serve",
     ),
 ]

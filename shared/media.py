@@ -1,4 +1,4 @@
-"""The kinds of media that a message may hold: their names, limits and capabilities, in one table."""
+"""The kinds of media that a message can contain: their names, limits and capabilities, in one table."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter

@@ -56,7 +56,7 @@ _Assignments = Annotated[
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
-        help="Any other setting, as in `--set worker.lease_s=5`; may be repeated. "
+        help="Any other setting, such as `--set worker.lease_s=5`; can be repeated. "
         "`vlm settings` lists them.",
         show_default=False,
     ),
@@ -73,7 +73,7 @@ class FiniteCommand(TyperCommand):
         for param in self.params:
             value = ctx.params.get(param.name)
             if isinstance(value, float) and not math.isfinite(value):
-                raise typer.BadParameter(f"{value} is not finite", ctx, param)  # type: ignore
+                raise typer.BadParameter(f"{value} is not a finite number", ctx, param)  # type: ignore
         return rest
 
 
@@ -144,7 +144,7 @@ def _parse(assignment: str) -> tuple[str, str]:
 
 
 def to_tree(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
-    """Settings by group: `worker.id` is `id` in `worker`. Raises: SettingsError."""
+    """Nest settings by group: `worker.id` becomes `id` in `worker`. Raises: SettingsError."""
     root: dict[str, Any] = {}
     for path, value in values.items():
         *groups, name = path.split(separator)
@@ -152,7 +152,7 @@ def to_tree(values: Mapping[str, Any], separator: str) -> dict[str, Any]:
         for group in groups:
             tree = tree.setdefault(group, {})
             if not isinstance(tree, dict):
-                raise SettingsError(f"--set {path}: {group} is set to a value; set only one")
+                raise SettingsError(f"--set {path}: {group} is also set to a value; set only one")
         tree[name] = value
     return root
 

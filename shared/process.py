@@ -1,4 +1,4 @@
-"""Process helpers: restart backoff, ending children with their parent, locks of directories, and what follows startup
+"""Process helpers: restart backoff, termination with the parent, directory locks, and the end of startup
 (types of messages, GC freeze, huge pages).
 """
 
@@ -27,7 +27,7 @@ HUGE_PAGE = 2 << 20
 MAX_COLLAPSED = 64 << 20
 POLL_S = 0.5
 FIRST_PAUSE_S = 0.5
-#: Garbage collection threshold. A few requests create as many objects as Python's default of 700.
+#: Garbage collection threshold, in objects. A few requests already create 700 objects, Python's default.
 COLLECT_EVERY = 10_000
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -50,21 +50,21 @@ def end_startup() -> None:
 
 
 def resolve_structs() -> None:
-    """Resolve the fields of all structs that are imported.
+    """Resolve the field types of all imported structs.
 
-    msgspec 0.22 does it when a type is decoded for the first time, and crashes if two threads do so at once.
+    msgspec 0.22 resolves a type when it is first decoded, and crashes if two threads resolve it concurrently.
     """
     types: list[type] = [msgspec.Struct]
     for each in types:
         types += each.__subclasses__()
-        with suppress(TypeError, NameError):  # of a struct that is never decoded
+        with suppress(TypeError, NameError):  # the struct is never decoded
             msgspec.json.Decoder(each)
 
 
 def return_large_buffers() -> None:
     """Have glibc return freed allocations above 1 MiB to the system, such as parts of uploads to a bucket.
 
-    By default the first such free raises that limit, and the heap of each thread keeps later ones.
+    By default, freeing a large allocation raises the limit, and the heap of each thread keeps later allocations.
     """
     with suppress(AttributeError):  # other C libraries
         if _libc is not None and _libc.gnu_get_libc_version:
@@ -93,7 +93,7 @@ def _heaps() -> Iterator[tuple[int, int]]:
 
 
 def lock_directory(directory: Path) -> IO[bytes]:
-    """Create a directory and lock it, until the file is closed. Raises: BlockingIOError if it is locked; OSError."""
+    """Create and lock a directory. Closing the file unlocks it. Raises: BlockingIOError if it is locked; OSError."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     lock = (directory / "lock").open("wb")
     try:
@@ -127,7 +127,7 @@ class Pauses:
     pause_s: float = FIRST_PAUSE_S
 
     def next_s(self) -> float:
-        """The next pause: short after a long life, otherwise doubled."""
+        """The next pause: twice the previous pause, or `FIRST_PAUSE_S` after a run of `stable_after_s`."""
         if time.monotonic() - self.started_at > self.stable_after_s:
             self.pause_s = FIRST_PAUSE_S
         pause_s, self.pause_s = self.pause_s, min(self.pause_s * 2, self.longest_s)
@@ -138,7 +138,7 @@ class Pauses:
 
 
 def on_stop_signal(act: Callable[[], None]) -> None:
-    """Call `act` in the running event loop at each SIGINT and SIGTERM, instead of ending."""
+    """Call `act` in the running event loop at each SIGINT and SIGTERM, instead of terminating the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, act)
 

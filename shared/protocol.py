@@ -45,7 +45,7 @@ class TokensPart(Message, frozen=True, tag_field="type", tag="tokens"):
 
 
 class ToolCall(Message, frozen=True):
-    """A function call of the assistant. `arguments` is JSON, unless the model wrote something else."""
+    """A function call of the assistant. `arguments` is JSON, unless the model generated invalid JSON."""
 
     id: str
     name: str
@@ -53,13 +53,13 @@ class ToolCall(Message, frozen=True):
 
 
 class ChatMessage(Message, frozen=True, omit_defaults=True):
-    """A message of the conversation. One of role `tool` is the result of a call."""
+    """A message of a conversation. A message of role `tool` is the result of a call."""
 
     role: Literal["system", "user", "assistant", "tool"]
     parts: tuple[TextPart | ImagePart, ...]
     reasoning: str = ""  #: the assistant's reasoning before `parts`
     tool_calls: tuple[ToolCall, ...] = ()  #: the assistant's calls after `parts`
-    tool_call_id: str = ""  #: the call whose result this is
+    tool_call_id: str = ""  #: for role `tool`: id of the call
 
 
 class Function(Message, frozen=True, omit_defaults=True):
@@ -86,14 +86,14 @@ class BlobRef(_Located, frozen=True, omit_defaults=True):
     num_bytes: int
 
 
-#: Media type of a video that is sent as JPEG frames; its blob is a MessagePack list of them.
+#: Media type of a video that is sent as JPEG frames; its blob is a MessagePack list of the frames.
 FRAMES_TYPE = "video/jpeg"
 
 
 class VideoOptions(Message, frozen=True, omit_defaults=True):
     """How frames of a video are sampled. Units: seconds."""
 
-    fps: float | None = None  #: frames per second to sample; of a list of frames: their rate
+    fps: float | None = None  #: sampled frames per second; for a list of frames: their rate
     num_frames: int | None = None
     start_s: float = 0.0
     end_s: float = 0.0  #: 0: the end of the video
@@ -192,12 +192,12 @@ class Grammar(Message, frozen=True, omit_defaults=True):
 TemplateOption = bool | int | float | str | None
 
 
-#: End of the rendered conversation: a generation prompt, the last message to be continued, or its closed form.
+#: End of the rendered conversation. answer: generation prompt; message: last message, to be continued; none: closed.
 Ending = Literal["answer", "message", "none"]
 
 
 class _Task(Message, frozen=True, tag_field="task", tag=str.lower, omit_defaults=True):
-    """Base of the tasks. Its methods are for tasks without images; each task has `texts`, all of its text."""
+    """Base of the tasks. This `with_images` is for tasks without images. Each task's `texts` yields all of its text."""
 
     def with_images(self, images: Sequence[ImageRef]) -> Self:
         """The same task with the images of its request."""
@@ -217,7 +217,7 @@ class Generate(_Task, frozen=True):
     ending: Ending = "answer"
     #: Replaces the messages and the chat template. Special tokens in its text are tokenized as such.
     prompt: TextPart | TokensPart | None = None
-    #: Whether the tokenizer adds tokens such as BOS to a text prompt.
+    #: True: the tokenizer adds special tokens, such as BOS, to a text prompt.
     add_special_tokens: bool = True
 
     @property
@@ -241,7 +241,7 @@ class Generate(_Task, frozen=True):
         return replace(self, images=tuple(images))
 
 
-#: Which end of an input is truncated if the input is too long; none: refuse the input.
+#: The end at which an input that is too long is truncated; none: refuse the input.
 Truncate = Literal["none", "start", "end"]
 
 
@@ -250,7 +250,7 @@ class Embed(_Task, frozen=True):
 
     inputs: tuple[TextPart | ImagePart | TokensPart, ...]
     images: tuple[ImageRef, ...] = ()
-    #: The model's prompt to prepend to each text; empty: its default; None: none.
+    #: Name of the model's prompt to prepend to each text; empty: the default prompt; None: no prompt.
     prompt_name: str | None = ""
     dimensions: int | None = None  #: truncate the vectors to this many; None: all
     is_normalized: bool = True  #: scale vectors to length 1
@@ -349,7 +349,7 @@ Task = Generate | Embed | Rerank | Tokenize | Run
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended: OpenAI's reasons, and `abort` for a client that disconnected."""
+    """The reason why an answer ended: a reason of OpenAI's API, or `abort` for a client that disconnected."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -385,7 +385,7 @@ class ErrorCode(StrEnum):
 
 
 class Usage(Report, frozen=True, omit_defaults=True):
-    """Token counts of a request. Prompt tokens include those of media and cached tokens."""
+    """Token counts of a request. Prompt tokens include media tokens and cached tokens."""
 
     num_prompt_tokens: int
     num_output_tokens: int = 0
@@ -462,7 +462,7 @@ class OutputLogprob(Report, frozen=True, array_like=True):
 
 
 class PromptLogprob(Report, frozen=True, array_like=True):
-    """A token of the prompt and the most probable ones at its position."""
+    """A token of the prompt and the most probable tokens at its position."""
 
     position: int
     token_id: int
@@ -486,7 +486,7 @@ class Started(Event, frozen=True):
 
 
 class CallPiece(Report, frozen=True, array_like=True):
-    """A piece of a function call. The first piece has the name, later ones the arguments."""
+    """A piece of a function call. The first piece has the name, later pieces have the arguments."""
 
     index: int  #: of the call in the answer
     name: str = ""
@@ -512,7 +512,7 @@ class Tokens(Event, frozen=True):
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
-    #: Tokens whose ids are unknown (engines that call an API). Another worker cannot continue such an answer.
+    #: Tokens without a known id, from engines that call an API. Another worker cannot continue an answer with these.
     num_without_id: int = 0
     reasoning: str = ""  #: reasoning before the answer; precedes `text`
     calls: tuple[CallPiece, ...] = ()  #: function calls after `text`
@@ -592,7 +592,7 @@ class Tokenized(Event, frozen=True):
     text: str = ""  #: the detokenized text
     #: Ends of the segments into which the audio is split for the model. Units: seconds.
     segment_ends: tuple[float, ...] = ()
-    #: For each video, the numbers of frames that are used and that it has.
+    #: For each video: the number of sampled frames, and of all its frames.
     frames: tuple[tuple[int, int], ...] = ()
 
 
@@ -602,7 +602,7 @@ class Finished(Event, frozen=True):
     finish_reason: FinishReason
     usage: Usage
     timings: StageTimings = StageTimings()
-    stopped_by: str = ""  #: the stop string that ended it
+    stopped_by: str = ""  #: the stop string that ended the answer
 
 
 class Failed(Event, frozen=True):
@@ -679,7 +679,7 @@ class SamplingDefaults(Report, frozen=True, omit_defaults=True):
 
 
 class AdapterCard(Report, frozen=True, omit_defaults=True):
-    """A LoRA adapter of a worker, or why it is not loaded."""
+    """A LoRA adapter of a worker. `error`: the reason why it is not loaded."""
 
     name: str
     digest: str = ""  #: of its files; empty: not loaded
@@ -753,7 +753,7 @@ _any_card_decoder = msgspec.json.Decoder(_AnyCard)
 _card_decoder = msgspec.json.Decoder(ModelCard)
 _encoder = msgspec.json.Encoder()
 _EVENT_TYPES = {kind.__struct_config__.tag for kind in get_args(CallEvent)}
-#: How calls of this version begin. A call without a version is of version 1, even if its fields match.
+#: First bytes of a call of this version. A call without a version has version 1, even if its fields match.
 _CALL_HEAD = b'{"version":%d,' % PROTOCOL_VERSION
 
 encode = _encoder.encode
@@ -823,11 +823,11 @@ _TO_BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _RUNS = re.compile(rb"\[+|\]+")
 _SHALLOW = 3
-_FEW_BYTES = 4096  #: that are counted at once
+_FEW_BYTES = 4096  #: maximum size for `count`
 
 
 def _has_more(data: bytes, max_brackets: int) -> bool:
-    """Whether there are more opening brackets; searched in long data, because `count` is slow in base64."""
+    """True if there are more opening brackets. `find` searches long data, because `count` is slow in base64."""
     if len(data) <= _FEW_BYTES:
         return data.count(b"[") + data.count(b"{") > max_brackets
     num_left = max_brackets
@@ -842,7 +842,7 @@ def _has_more(data: bytes, max_brackets: int) -> bool:
 
 
 def is_deeper(data: bytes, max_levels: int) -> bool:
-    """Whether valid JSON nests arrays and objects deeper than the limit."""
+    """True if valid JSON nests arrays and objects deeper than `max_levels`."""
     if not _has_more(data, max_levels):
         return False
     if b"\\" in data:

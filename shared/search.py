@@ -16,8 +16,8 @@ Answer = TypeVar("Answer")
 #: Prefixes of ids, as in OpenAI's API.
 STORE_ID, FILE_ID, FILE_BATCH_ID = "vs_", "file-", "vsfb_"
 MODEL_CHANGED = (
-    "The served model of this name is not the one that embedded the items of this store: create a "
-    "new store."
+    "The served model of this name is not the model that embedded the items of this store: create "
+    "a new store."
 )
 
 
@@ -65,7 +65,7 @@ class StoreRecord(_Wire, frozen=True, kw_only=True):
     dimensions: int
     prompt: str = ""  #: prepended to stored texts
     query_prompt: str = ""  #: prepended to queries
-    uses_model_prompt: bool = False  #: whether the model's own prompt is prepended instead
+    uses_model_prompt: bool = False  #: True: the model's own prompt is prepended instead
     metadata: dict[str, str] = {}
     num_items: int = 0
     num_bytes: int = 0
@@ -108,7 +108,7 @@ class StoreFile(_Wire, frozen=True, kw_only=True):
 
 
 class FileBatch(_Wire, frozen=True, kw_only=True):
-    """Files attached by one request; failed ones are not in the store."""
+    """Files attached by one request. Failed files are not in the store."""
 
     id: str
     store_id: str
@@ -151,13 +151,13 @@ class ReadStore(Read[StoreRecord], frozen=True, kw_only=True):
 
 
 class ListStores(Read[list[StoreRecord]], frozen=True, kw_only=True):
-    """Like all list requests, it is answered with limit + 1 entries if there are more than the limit."""
+    """As for all list requests, the answer has limit + 1 entries if there are more entries than the limit."""
 
     page: Page
 
 
 class ChangeStore(Request[StoreRecord], frozen=True, kw_only=True):
-    """None: unchanged."""
+    """Change a store. Fields that are None are left unchanged."""
 
     store: str
     name: str | None = None
@@ -170,7 +170,7 @@ class DropStore(Request[bool], frozen=True, kw_only=True):
 
 
 class PutItems(Request[StoreRecord], frozen=True, kw_only=True):
-    """Upsert items by id, all or none. They are durable when it is answered."""
+    """Upsert items by id, all or none. The items are durable when the request is answered."""
 
     store: str
     digest: str  #: of the embedding model; empty: the client computed the vectors
@@ -186,7 +186,7 @@ class DropItems(Request[int], frozen=True, kw_only=True):
 
 
 class ReadItems(Read[list[Item]], frozen=True, kw_only=True):
-    """Items by ids; without ids a page in the order of ids."""
+    """Items by ids; without ids, a page in the order of ids."""
 
     store: str
     ids: list[str] | None = None
@@ -195,7 +195,7 @@ class ReadItems(Read[list[Item]], frozen=True, kw_only=True):
 
 
 class Query(Read[list[Hit]], frozen=True, kw_only=True):
-    """The best hits first; the score of an item is its best over all vectors."""
+    """Search a store; the best hits come first. The score of an item is its best score over all vectors."""
 
     store: str
     digest: str
@@ -227,7 +227,7 @@ class DropFile(Request[bool], frozen=True, kw_only=True):
 
 
 class AttachFile(Request[StoreFile], frozen=True, kw_only=True):
-    """Replace a file's chunks in a store. They are durable when it is answered."""
+    """Replace a file's chunks in a store. The chunks are durable when the request is answered."""
 
     store: str
     file: str
@@ -249,7 +249,7 @@ class ListStoreFiles(Read[list[StoreFile]], frozen=True, kw_only=True):
 
 
 class ChangeStoreFile(Request[StoreFile], frozen=True, kw_only=True):
-    """Replace the attributes of a file's chunks. They are durable when it is answered."""
+    """Replace the attributes of a file's chunks. The change is durable when the request is answered."""
 
     store: str
     file: str
@@ -287,7 +287,7 @@ AnyRequest = (
 
 
 class Fault(_Wire, frozen=True, kw_only=True):
-    """Why a request was refused; the message is shown to the client."""
+    """The reason why a request was refused. The message is shown to the client."""
 
     code: Literal[
         "not_found", "conflict", "read_only", "full", "too_large", "unavailable", "invalid"

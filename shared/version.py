@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def package_version() -> str:
-    """The version that is installed, or `0` in a bare checkout."""
+    """The installed version, or `0` in a checkout that is not installed."""
     try:
         return version("vlm-fleet")
     except PackageNotFoundError:

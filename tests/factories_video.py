@@ -160,7 +160,7 @@ CLIPS: dict[str, tuple[Callable[[], bytes], str, str]] = {
     "concat": (lambda: b"ffconcat version 1.0\nfile /etc/passwd\n", "video/mp4", "damaged, or is not"),
     "nonsense": (lambda: b"\0\0\0\x18ftypisom" + b"\xff" * 4096, "video/mp4", "damaged, or is not"),
     "sound": (with_cover, "video/mp4", "has only sound: send it as audio"),
-    "another codec": (lambda: make_clip("mpeg1video", "mpegts"), "video/mp2t", "another codec"),
+    "another codec": (lambda: make_clip("mpeg1video", "mpegts"), "video/mp2t", "codec of the video is not supported"),
     "large frames": (lambda: make_clip(size=(4112, 2304), num_frames=1), "video/mp4", "Frames of 4112 x 2304"),
     "long": (lambda: make_clip(num_frames=3, times=lambda i: i * 50_000), "video/mp4", "send at most"),
 }  # fmt: skip

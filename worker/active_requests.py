@@ -1,7 +1,7 @@
 """The active requests of a worker, from their claim until they end or are dropped, and the outbox for their events.
 
-Runs on the event loop, called by the worker's loops; it does no I/O. Redis's CPU time depends on the number of published
-items, so items are few: outputs of a request are merged when they are published. Answers that are not streamed are
+The worker's loops call this module on the event loop; it does no I/O. Redis's CPU time depends on the number of
+published items, so outputs of a request are merged before they are published. Answers that are not streamed are
 published every `HOLD_S` and at their end, and streams of a busy worker every `STREAM_HOLD_S`.
 """
 
@@ -56,12 +56,12 @@ from worker.prepare.preparer import CannotContinue, ImageRefused, ImageUnavailab
 
 logger = logging.getLogger(__name__)
 
-#: Longest delay of tokens of an answer that is not streamed; this much work is lost with a worker.
+#: Maximum delay of tokens of an answer that is not streamed. Undelivered tokens are lost with their worker.
 HOLD_S = 0.25
 #: Minimum time between two publications of a stream, if the worker runs at least `MIN_COALESCED_STREAMS`.
 STREAM_HOLD_S = 0.05
 MIN_COALESCED_STREAMS = 16
-#: Vectors and scores up to this size are sent with their event, through log and mailbox.
+#: Vectors and scores up to this size are sent within their event, through log and mailbox; larger ones are stored.
 MAX_INLINE_BYTES = 16 * 1024
 LOOK_AGAIN_S = 0.25
 _claim_numbers = count()
@@ -76,8 +76,8 @@ _CODES: tuple[tuple[type[RequestError], ErrorCode], ...] = (
     (GrammarTooComplex, ErrorCode.GRAMMAR_TOO_COMPLEX),
     (RequestError, ErrorCode.INVALID_REQUEST),
 )
-#: Failures that count against a version. Refusals of wrong input and passed deadlines do not, because clients can cause
-#: them. Failed tasks count, although wrong input may cause them too.
+#: Failures that count against a version in a rollout. Refusals of wrong input and passed deadlines do not, because
+#: clients can cause them. Failed tasks count, although wrong input may cause them too.
 VERSION_FAULTS = (ErrorCode.ENGINE_FAILURE, ErrorCode.TASK_FAILED, ErrorCode.REQUEST_KILLS_WORKERS)
 
 
@@ -92,7 +92,7 @@ class _Draft(Struct):
 class Outbox:
     """Events to be published to one shard. `hold_s`: see `HOLD_S`.
 
-    `published_at`: when tokens of each open stream were published; the outboxes of a worker share it.
+    `published_at`: the time of the last publication of each open stream, shared by all outboxes of a worker.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Outbox:
     ) -> None:
         self._hold_s = hold_s
         self._held: dict[ActiveRequest, _Draft] = {}  # delayed
-        self._due: dict[ActiveRequest, _Draft] = {}  # due
+        self._due: dict[ActiveRequest, _Draft] = {}
         self._published_at = {} if published_at is None else published_at
         self._timer: asyncio.TimerHandle | None = None  # for delayed streams
         # Requests with a terminal event that are not yet dropped.
@@ -109,7 +109,7 @@ class Outbox:
         self._filled = asyncio.Event()
 
     def post(self, active: "ActiveRequest", outputs: Sequence[EngineOutput]) -> None:
-        """Add outputs of a request; what follows its end is dropped."""
+        """Add outputs of a request; outputs after its end are dropped."""
         last = outputs[-1]
         is_end = last.finish_reason is not None or last.error is not None
         if active in self._ended:
@@ -154,7 +154,7 @@ class Outbox:
         self._filled.set()
 
     async def take(self) -> list[Publication]:
-        """The events of the requests that are due, one publication for each; waits until there is one."""
+        """Wait until requests are due; returns one publication for each, with all its events."""
         while not self._due and not self._refusals:
             self._filled.clear()
             await self._filled.wait()
@@ -164,9 +164,9 @@ class Outbox:
         for active, draft in drafts.items():
             try:
                 events = (*active.events(draft.outputs), *draft.events)
-                if events:  # else: all tokens are undecided
+                if events:  # none if no output has tokens or text
                     publications.append(_publication(active, events))
-            except Exception:  # an output that breaks the engine's interface ends its request alone
+            except Exception:  # an invalid output of the engine ends only its own request
                 logger.exception("cannot publish the outputs of request %s", active.request_id)
                 events = (active.failed(ErrorCode.ENGINE_FAILURE, "the output cannot be sent"),)
                 publications.append(_publication(active, events))
@@ -196,7 +196,7 @@ class Outboxes:
         self._only = None if others else first
 
     def shard(self, claim: Claim) -> str:
-        """The shard of a claim; the first shard for an id that names none."""
+        """The shard that the claim's id names, or the first shard if the id names no known shard."""
         name = shard_of(claim.id)
         return name if name in self.by_shard else next(iter(self.by_shard))
 
@@ -219,7 +219,7 @@ def _publication(active: "ActiveRequest", events: Sequence[CallEvent]) -> Public
 def to_publication(
     claim: Claim, number: int, num_tokens: int, events: Sequence[CallEvent], dead_reason: str = ""
 ) -> Publication:
-    """Events for the queue; `num_tokens` output tokens came before them."""
+    """Encode events for the queue. `num_tokens`: number of output tokens before these events."""
     last, result = events[-1], b""
     ending: Ending | None = None
     if isinstance(last, (Finished, Failed)):
@@ -238,7 +238,7 @@ def to_publication(
 
 
 def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent], bytes]:
-    """The events without a large result, and that result, which comes before the end."""
+    """Separate a large result, which precedes the terminal event, from the events."""
     event = events[-2] if len(events) > 1 else None
     if not isinstance(event, (Vectors, Scores)) or len(event.data) <= MAX_INLINE_BYTES:
         return events, b""
@@ -259,7 +259,7 @@ def read_claim(claim: Claim) -> tuple[Call, list[Tokens]]:
         call, log = decode_call(claim.payload), decode_log(claim.log)
     except UnsupportedVersion as error:
         raise _refuse(claim, ErrorCode.UNSUPPORTED_VERSION, str(error)) from error
-    except Exception as error:  # whatever the payload causes ends this request, not the worker
+    except Exception as error:  # an invalid payload must end only this request, not the worker
         logger.error("cannot read request %s: %r", claim.id, error)
         message = "the worker cannot read the request"
         raise _refuse(claim, ErrorCode.INVALID_REQUEST, message, "unreadable") from error
@@ -274,7 +274,7 @@ def _refuse(claim: Claim, code: ErrorCode, message: str, dead_reason: str = "") 
 class ActiveRequest(Struct, eq=False):
     claim: Claim
     request_id: str  #: the request's id on the wire
-    #: Id in the engine. After a failover of Redis, two claims may have the same attempt; their numbers differ.
+    #: Id in the engine, unique per claim: after a failover of Redis, two claims may have the same attempt number.
     engine_id: str
     call: Call
     output_token_ids: tuple[int, ...]  #: ids of the tokens that earlier attempts published
@@ -286,7 +286,7 @@ class ActiveRequest(Struct, eq=False):
     added_at: float = 0.0  #: when the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
-    is_uncounted: bool = False  #: it failed, and not by a fault of the version
+    is_uncounted: bool = False  #: whether it failed, but not by a fault of the version
     is_announced: bool = False  #: whether `Started` was posted
     is_traced: bool = False  #: whether its spans were recorded
     preparation: asyncio.Task[None] | None = None
@@ -320,7 +320,7 @@ class ActiveRequest(Struct, eq=False):
         return "tools" if grammar is None else grammar.param
 
     def events(self, outputs: Sequence[EngineOutput]) -> list[CallEvent]:
-        """The events of consecutive outputs; their tokens are merged into one."""
+        """The events of consecutive outputs, with all tokens merged into one event."""
         request_id, attempt = self.request_id, self.claim.attempt
         events: list[CallEvent] = []
         if not outputs:
@@ -351,7 +351,7 @@ class ActiveRequest(Struct, eq=False):
         return events
 
     def timings(self, engine: StageTimings) -> StageTimings:
-        """The engine's stage times, plus wait and preparation."""
+        """The engine's stage times, plus the times before the engine."""
         parked_s = self.started_at - self.claimed_at
         return replace(
             engine,
@@ -361,7 +361,7 @@ class ActiveRequest(Struct, eq=False):
         )
 
 
-#: Records the spans of a request that ends, from the engine's stage times, if any, and the outcome.
+#: Records the spans of an ended request from the engine's stage times (None if it did not run) and the outcome.
 Trace = Callable[[ActiveRequest, StageTimings | None, str], None]
 
 
@@ -393,7 +393,7 @@ class ActiveRequests:
         return active if active is not None and active.claim is claim else None
 
     def room(self) -> int:
-        """How many more requests the engine can start soon. Batch requests do not count: they are preempted."""
+        """How many more requests the engine can start soon. Batch requests can be preempted, and do not count."""
         stats = self._engine.stats
         if self.is_held_up() or stats.num_waiting > stats.num_waiting_batch:
             return 0
@@ -436,7 +436,7 @@ class ActiveRequests:
             self._parked.append(active)
             if claim.may_be_poison:
                 self._poison_candidates.add(active)
-        if self._poison_candidates:  # they wait for all others
+        if self._poison_candidates:  # they start after all others
             self._parked = deque(
                 sorted(self._parked, key=lambda active: active.claim.may_be_poison)
             )
@@ -450,7 +450,7 @@ class ActiveRequests:
                 active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
-        """Whether a claim may start: a possible poison request must not crash requests in their first attempt."""
+        """Whether a claim may start: a possible poison request must not run beside requests in their first attempt."""
         if not self._poison_candidates:
             return True
         started = [active for active in self._active_requests.values() if active.started_at]
@@ -461,7 +461,7 @@ class ActiveRequests:
         return not claim.may_be_poison or all(active.claim.may_be_poison for active in started)
 
     def _prepare_at_once(self, active: ActiveRequest) -> bool:
-        """Add a request whose preparation does not wait to the engine. Returns False if it has to wait."""
+        """Prepare a request and add it to the engine. Returns False if the preparation would wait."""
         try:
             request = self._preprocessor.prepare_at_once(
                 active.call, active.engine_id, active.output_token_ids, active.num_published
@@ -560,7 +560,7 @@ class ActiveRequests:
     def fail(
         self, active: ActiveRequest, code: ErrorCode, message: str, param: str | None = None
     ) -> None:
-        """End a request in an error; it is dropped when that is published."""
+        """End a request with an error; the request is dropped when the error was published."""
         self._outboxes.of(active.claim).end(active, active.failed(code, message, param))
         self._trace(active, None, code.value)
         self._stop_work(active)

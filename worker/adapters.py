@@ -1,7 +1,7 @@
-"""The LoRA adapters of a worker: those of its settings, and those that are loaded at run time.
+"""The LoRA adapters of a worker, from its settings or loaded at run time.
 
-Redis has the list of the latter. With each heartbeat, a worker loads and unloads adapters to match the list, and
-announces the results in its card. A call whose adapter is not loaded yet makes the worker read the list at once.
+Redis has the list of run-time adapters. With each heartbeat, a worker loads and unloads adapters to match the list,
+and announces the results in its card. A call whose adapter is not loaded makes the worker read the list immediately.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class WorkerAdapters:
         own, most = self._settings.adapters, self._limits.max_loras
         if len(own) > most:
             raise SettingsError(
-                f"VLM_WORKER__LORA names {len(own)} adapters, but VLM_LIMITS__MAX_LORAS is {most}"
+                f"VLM_WORKER__LORA names {len(own)} adapters; name at most {most} (VLM_LIMITS__MAX_LORAS)"
             )
         for name, path in own.items():
             try:
@@ -53,7 +53,7 @@ class WorkerAdapters:
                 raise SettingsError(f"VLM_WORKER__LORA: {name}: {error}") from None
 
     async def sync(self, *, tries_again: bool = False) -> None:
-        """Load and unload adapters to match Redis's list. `tries_again`: also load failed ones. Raises: RedisError."""
+        """Load and unload adapters to match Redis's list. `tries_again`: retry failed adapters. Raises: RedisError."""
         async with self._lock:
             wanted = await self._registry.adapters(self._model_card.name)
             if not wanted and len(self._held) == len(self._settings.lora):
@@ -78,7 +78,7 @@ class WorkerAdapters:
         except RedisError as error:
             logger.warning("cannot read the list of adapters: %s", error)
         if not self._holds(digest):
-            message = "The adapter was unloaded or replaced after the request came; send it again."
+            message = "The adapter was unloaded or replaced meanwhile; send the request again."
             raise AdapterUnavailable(message, "model")
 
     def _holds(self, digest: str) -> bool:
@@ -90,13 +90,13 @@ class WorkerAdapters:
         try:
             if is_new and len(self._held) >= self._limits.max_loras:
                 raise BadAdapter(
-                    f"{self._limits.max_loras} adapters are loaded, the maximum (VLM_LIMITS__MAX_LORAS)"
+                    f"{self._limits.max_loras} adapters are loaded, the maximum (VLM_LIMITS__MAX_LORAS); unload one"
                 )
             card = await self._load(name, self._within(source.path), source.revision)
         except BadAdapter as error:
             logger.warning("cannot load the adapter %s: %s", name, error)
             card = AdapterCard(name, revision=source.revision, error=str(error))
-        except Exception:  # of any type: the worker continues without the adapter
+        except Exception:  # the worker continues without the adapter
             logger.exception("cannot load the adapter %s", name)
             error = "the adapter cannot be loaded; see the worker's log"
             card = AdapterCard(name, revision=source.revision, error=error)
@@ -117,7 +117,7 @@ class WorkerAdapters:
         return AdapterCard(name, adapter.digest, int(time.time()), revision)  # noqa: TID251
 
     def _within(self, path: str) -> Path:
-        """Resolve a path. Raises: BadAdapter unless it is below the directory of the settings."""
+        """Resolve a path relative to `lora_dir`. Raises: BadAdapter unless it is a directory below `lora_dir`."""
         if not self._settings.lora_dir:
             raise BadAdapter(
                 "to load adapters at run time, set VLM_WORKER__LORA_DIR on the workers"

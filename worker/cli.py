@@ -1,4 +1,4 @@
-"""The commands of workers: `vlm serve`, a whole machine, and `vlm worker`, one process."""
+"""Worker commands: `vlm serve` and `vlm node` run the processes of a machine, `vlm worker` runs one worker."""
 
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ ENGINE: SettingOptions = {
     "engine.served_name": option(str, "--served-name", "Name in the API.", "the model's own"),
     "engine.device": option(str, "--device", "auto, cpu, cuda or cuda:N.", "auto"),
     "engine.dtype": option(
-        str, "--dtype", "float32, bfloat16 or float16.", "what the device is fast at"
+        str, "--dtype", "float32, bfloat16 or float16.", "by device"
     ),
     "engine.quantization": option(
         str, "--quantization", "Quantization of the decoder's weights: int8 or int4.", "none"
@@ -41,7 +41,7 @@ ENGINE: SettingOptions = {
     ),
     "worker.lora": option(
         list[str], "--lora",
-        "A LoRA adapter to serve as MODEL:NAME, a directory or hub id; may be repeated.",
+        "LoRA adapter (directory or hub id) to serve as MODEL:NAME; may be repeated.",
         metavar="NAME=PATH",
     ),
     "engine.max_num_seqs": option(int, "--max-num-seqs", "Maximum number of sequences per step.", "32"),
@@ -66,7 +66,7 @@ def serve(
         typer.Option(
             "--also",
             metavar="MODEL",
-            help="Another model for one more worker on the CPU, such as shapes-clip; may be repeated.",
+            help="Additional model for a separate worker on the CPU, such as shapes-clip; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -98,7 +98,7 @@ def ray_workers(
     ray: Annotated[str, typer.Option("--ray")] = "auto",
     workers: Annotated[int, typer.Option()] = 1,
 ) -> None:
-    """Keep workers on a Ray cluster; `vlm serve --ray` starts this process."""
+    """Run workers on a Ray cluster, and restart lost workers; `vlm serve --ray` starts this process."""
     from worker.node.ray_workers import run_ray_workers
 
     sys.exit(run_ray_workers(settings, ray, workers))

@@ -1,7 +1,7 @@
 """The thread that runs the engine, its bridge to the event loop, and a watchdog for hung steps.
 
 Commands wake the thread, and the events of a step wake the loop once. Tokens of answers that are not streamed are
-held back.
+delayed by up to `HOLD_S`.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from engines.base import Engine, EngineInput, EngineOutput, EngineStats, LoadedE
 
 logger = logging.getLogger(__name__)
 
-#: Minimum interval of the statistics, which may take longer than a step.
+#: Minimum interval between reads of the engine's statistics, which can take longer than a step.
 STATS_EVERY_S = 0.005
-IDLE_S = 1.0  #: interval of checks of an idle engine, whose server may be lost
+IDLE_S = 1.0  #: interval of checks whether an idle engine has lost its server
 CLOSE_WITHIN_S = 5.0
 EXIT_WEDGED = 70
 #: Maximum delay of tokens of answers that are not streamed.
@@ -57,13 +57,13 @@ class EngineThread:
 
     def __init__(self, create: Callable[[], LoadedEngine]) -> None:
         self._create = create
-        #: Called on the loop.
+        #: Called on the event loop, with the events since the last call.
         self.on_events: Callable[[list[EngineEvent]], None] = lambda events: None
         self._loop = asyncio.get_running_loop()
         self._loaded: Future[LoadedEngine] = Future()
         self._broken: Future[None] = Future()
         for future in (self._loaded, self._broken):
-            future.set_running_or_notify_cancel()  # cancelling the caller does not cancel it
+            future.set_running_or_notify_cancel()  # a cancelled caller must not cancel the future
         self._commands: SimpleQueue[Command] = SimpleQueue()
         self._unsent: list[Command] = []  # commands of this iteration of the loop
         self._events: deque[EngineEvent] = deque()
@@ -71,7 +71,7 @@ class EngineThread:
         self._patient: set[str] = set()  # requests whose tokens may be delayed
         self._is_waking = False  # the loop was woken, and has not handled the events yet
         self._is_held = False  # see `hold`
-        self._wake: Callable[[], None] = lambda: None  # the engine's
+        self._wake: Callable[[], None] = lambda: None  # `Engine.wake`
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.stats = EngineStats()  #: a few milliseconds old at most
         self.step_started_at: float | None = None  #: `time.monotonic`; None between steps
@@ -105,7 +105,7 @@ class EngineThread:
             self._deliver()
 
     def _send(self, command: Command) -> None:
-        """Wake the thread after this iteration of the event loop, which holds the GIL."""
+        """Queue a command, and wake the thread after this iteration of the event loop, which holds the GIL."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(command)
@@ -117,7 +117,7 @@ class EngineThread:
         self._wake()
 
     def is_stuck(self, longest_s: float) -> bool:
-        """Whether the current step has taken longer than this."""
+        """Whether the current step has taken longer than `longest_s`."""
         started_at = self.step_started_at
         return started_at is not None and time.monotonic() - started_at > longest_s
 
@@ -194,7 +194,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _can_wait(self, event: EngineEvent) -> bool:
-        """Whether an event may be delayed: one of a patient request, before its end."""
+        """Whether an event may be delayed: it belongs to a patient request and does not end it."""
         if event.request_id not in self._patient or isinstance(event, Rejected):
             return False
         return isinstance(event, Added) or not (event.finish_reason or event.error)

@@ -1,4 +1,4 @@
-"""The HTTP server of probes and metrics: `/healthz`, `/readyz`, `/metrics`, and the worker's metrics.
+"""The HTTP server of probes and metrics (`/healthz`, `/readyz`, `/metrics`), and the collector of a worker's metrics.
 
 It runs on the worker's event loop. A worker is alive unless a step of its engine hangs, and ready while it claims
 requests.
@@ -42,7 +42,7 @@ class HealthServer:
     port: int = 0  #: once started
 
     async def start(self, host: str, port: int, variable: str) -> None:
-        """Listen. Port 0: a free port; a path as `host`: a unix socket. Raises: SettingsError that names `variable`."""
+        """Listen on a port (0: a free one), or at `host` if it is a path. Raises: SettingsError, naming `variable`."""
         serve, limit = self._serve, MAX_REQUEST_BYTES
         try:
             if host.startswith("/"):
@@ -76,7 +76,7 @@ class HealthServer:
     async def _answer(self, head: bytes) -> Answer:
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or words[0] not in (b"GET", b"HEAD"):
-            return 400, "text/plain", b"only GET is supported\n"
+            return 400, "text/plain", b"only GET and HEAD are supported\n"
         path = words[1].split(b"?")[0]
         if path == b"/healthz":
             return _probe(self._is_alive())

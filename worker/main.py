@@ -1,4 +1,4 @@
-"""The worker process: builds its parts from the settings and runs them.
+"""The worker process: builds its components from the settings and runs them.
 
 Exit codes: 0: stopped by a signal. 70: a step hung (watchdog). 71: the engine failed. 78: it cannot
 start with this configuration.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 EXIT_BROKEN = 71
 
-#: With the default of 5 ms, the event loop would wait that long for the GIL while the engine's thread runs Python.
+#: Maximum wait of the event loop for the GIL while the engine thread runs Python. Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.0005
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class ProgressLog:
 
 
 class WorkerProcess:
-    """The parts of the process, created in order and closed in reverse."""
+    """The components of the process, created in order and closed in reverse order."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -95,7 +95,7 @@ class WorkerProcess:
         self._engine: EngineThread | None = None
 
     async def run(self) -> None:
-        """Load the engine, serve, stop on a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
+        """Load the engine, and serve until a signal. Raises: EngineBroken, EngineStartError, SettingsError."""
         on_stop_signal(self._on_signal)
         async with AsyncExitStack() as stack:
             port = await self._start_health(stack)
@@ -116,7 +116,7 @@ class WorkerProcess:
 
     def _on_signal(self) -> None:
         if self._worker is None:
-            os._exit(0)  # still loading, which cannot be interrupted; nothing is claimed yet
+            os._exit(0)  # loading cannot be interrupted, and no request is claimed yet
         self._worker.stop()
 
     async def _start_health(self, stack: AsyncExitStack) -> int:
@@ -156,7 +156,7 @@ class WorkerProcess:
         return pool.decode
 
     def _create_videos(self, stack: AsyncExitStack, engine: Engine) -> VideoPool | None:
-        """Sandboxed processes for videos and audio, if the engine takes them; each is started when first needed."""
+        """Create the pool of sandboxed video and audio decoders, if the engine accepts either."""
         capabilities = engine.capabilities()
         if not (capabilities.takes_video or capabilities.max_audio_s):
             return None

@@ -36,7 +36,7 @@ DEADLINE_CHECK_S = 0.25
 MIN_RECORD_TTL_S = 5.0
 #: Pause of an idle worker after a claim, so that the engine thread gets the GIL and starts.
 ENGINE_FIRST_S = 0.001
-#: Maximum requests of one read: other idle workers take the rest of a burst.
+#: Maximum number of requests per read, so that idle workers share a burst.
 MAX_CLAIMS_PER_READ = 8
 FIRST_PAUSE_S = 0.05  #: before the first retry after a Redis failure
 LONGEST_PAUSE_S = 1.0
@@ -45,7 +45,7 @@ LONGEST_PAUSE_S = 1.0
 def trace(
     tracer: "Tracer | None", active: ActiveRequest, engine: StageTimings | None, outcome: str
 ) -> None:
-    """Create the spans of an attempt that ends, below the gateway's span: from the time it was queued until now."""
+    """Record the spans of an attempt that ends now, starting when it was queued, as children of the gateway's span."""
     request, waited_s = active.call, active.claim.waited_s
     if tracer is None or active.is_traced or request.trace_parent is None:
         return  # disabled, already exported, or not sampled
@@ -168,16 +168,16 @@ class Worker:
             raise broken
 
     def stop(self) -> None:
-        """Stop claiming, and end after the active requests; a second call releases them and ends at once."""
+        """Stop claiming, finish the active requests and end. A second call releases them and ends immediately."""
         if self._stopping.is_set():
             self._hurrying.set()
             self.active_requests.changed.set()
         self._stopping.set()
 
     async def _release_unclaimed(self) -> None:
-        """Release claims that are under way, so that other workers need not wait for their leases to expire."""
+        """Release claims whose replies were not received, so that others need not wait for their leases to expire."""
         for loops in self._loops:
-            with suppress(QueueUnavailable):  # it is retried at the end
+            with suppress(QueueUnavailable):  # `_leave` retries
                 await loops.queue.leave(keep=[active.claim for active in loops.active()])
 
     async def _drain(self) -> None:
@@ -188,7 +188,7 @@ class Worker:
                     await self.active_requests.wait_for_change()
 
     async def _leave(self, *, is_crash: bool) -> None:
-        """Release the remaining requests, so that others continue them at once, and withdraw."""
+        """Release the remaining requests to other workers, and withdraw this worker's record."""
         remaining = [(loops, [active.claim for active in loops.active()]) for loops in self._loops]
         for active in self.active_requests.all():
             self.active_requests.forget(active)
@@ -203,7 +203,7 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it accepts requests: it is not stopping, and reaches Redis."""
+        """Whether the worker accepts requests: it is not stopping, and Redis answered recently."""
         silent_s = time.monotonic() - self._last_contact_at
         return not self._stopping.is_set() and silent_s < self._record_ttl_s
 
@@ -230,7 +230,7 @@ class Worker:
                     self.active_requests.fail(active, code, message)
 
     async def _sync_adapters(self) -> None:
-        """Load the adapters of the registry, and announce them at once."""
+        """Load the adapters of the registry, and announce changes immediately."""
         await self._adapters.sync()
         if (card := self._adapters.card) != self._card:
             self._card = card
@@ -327,15 +327,16 @@ class QueueLoops:
         self._active_requests.start(await self.queue.take(room))
 
     def _limit(self, room: int) -> int:
-        """Limit a claim to a few requests, and to none during a long step: other workers may be faster."""
+        """Limit a claim to a few requests, or to none during a long step, because other workers may be faster."""
         if self._engine.is_stuck(self._settings.lease_s / 2):
             return 0
         return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
 
     async def _reclaim_once(self) -> None:
-        """Take over requests of lost workers and lost replies, one by one: others may try other possible poison requests.
+        """Take over requests of lost workers, and own claims whose replies were lost.
 
-        While no lease has expired, only one worker per heartbeat looks for expired leases.
+        Takes over one request at a time, so that other workers can try other possible poison requests. While no lease
+        has expired, only one worker per heartbeat scans for expired leases.
         """
         until = time.monotonic() + self._settings.heartbeat_s
         _, may_scan = await asyncio.gather(self._reconcile(), self._may_scan())
@@ -354,14 +355,14 @@ class QueueLoops:
 
     async def _may_scan(self) -> bool:
         has_room = self._limit(self._active_requests.room()) > 0
-        # Less than a heartbeat, so that a single worker checks at each heartbeat.
+        # Less than a heartbeat, so that one worker scans at each heartbeat.
         return has_room and await self.queue.take_scan(0.9 * self._settings.heartbeat_s)
 
     async def _publish_once(self) -> None:
         """Publish the events since the last call, and retry those that Redis did not acknowledge."""
         self._unsent = self._unsent or await self._outbox.take()
-        if not self._others:  # a shard that is down must not delay the events of the others
-            self._engine.hold()  # nothing else can be published meanwhile
+        if not self._others:  # a shard that is down must not delay events of others
+            self._engine.hold()  # no other events can be published during this call
         try:
             refused = await self.queue.publish(self._unsent)
         finally:
@@ -395,7 +396,7 @@ class QueueLoops:
                 ),
             )
         except QueueUnavailable:
-            # If the shard has been down for longer than a lease, others get the slots of its requests.
+            # If the shard has been down for longer than a lease, free the slots of its requests for other shards.
             if self._others and time.monotonic() - self._renewed_at > self._settings.lease_s:
                 for active in active_requests:
                     self._active_requests.drop(active, "its shard is down")

@@ -1,7 +1,7 @@
 """Compares the embedding engine with others, on the same random weights: texts to vectors, and pixels to vectors.
 
-CPU time of one thread, so that other programs on the machine do not affect the result. Peers run in separate processes
-and environments.
+It measures the CPU time of one thread, which other programs on the machine hardly affect. Peers run in separate
+processes and environments.
 """
 
 import engines.torch_backend  # noqa: F401  isort: skip - before torchvision
@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "minilm-l6": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
     "bge-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072},
 }  # fmt: skip
-#: Words of each text, and texts: like sentences and short queries, like paragraphs, both, and whole contexts.
+#: By kind of text: minimum and maximum number of words, and number of texts.
 LENGTHS: dict[str, tuple[int, int, int]] = {
     "short": (6, 30, 128),
     "long": (40, 256, 24),
@@ -51,12 +51,12 @@ PEERS = tuple(
     for dtype in ("float32", "bfloat16")
 )
 
-#: Seconds of CPU, and vectors.
+#: Returns the seconds of CPU time, and the vectors.
 Compute = Callable[[Sequence[Any]], tuple[float, torch.Tensor]]
 
 
 def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
-    """Measure and print. `peers`: the folder of their environments; None: no peers."""
+    """Measure and print. `peers`: folder of the peers' environments; None: no peers."""
     torch.set_num_threads(1)
     table = new_table("", "shape", "inputs", "system", "inputs/s", "tokens/s", "x", "min cosine")
     for shape in shapes:
@@ -66,7 +66,7 @@ def run(shapes: Sequence[str], rounds: int, peers: Path | None) -> None:
 
 
 def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
-    """Rows of all systems on all kinds of texts, one after another in every round."""
+    """Rows of all systems and kinds of texts. Every round measures one system after another."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_checkpoint(folder, shape)
@@ -90,7 +90,7 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
 
 
 def measure_images(rounds: int) -> list[Sequence[str]]:
-    """The image tower of CLIP ViT-B/32, and that of open_clip, which has other weights."""
+    """Rows of the image tower of CLIP ViT-B/32, and of open_clip's, which has other weights."""
     import open_clip  # noqa: PLC0415 - takes seconds
 
     pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))
@@ -112,7 +112,7 @@ def measure_images(rounds: int) -> list[Sequence[str]]:
 
 
 def make_checkpoint(folder: Path, shape: str) -> None:
-    """A BERT of a shape with random weights, whose vectors are the mean over the tokens."""
+    """Write a BERT of a shape with random weights and mean pooling."""
     torch.manual_seed(0)
     config = BertConfig(**SHAPES[shape])
     BertModel(config, add_pooling_layer=False).eval().save_pretrained(folder)
@@ -122,7 +122,7 @@ def make_checkpoint(folder: Path, shape: str) -> None:
 
 
 def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:
-    """The complete engine: each text is a call."""
+    """Our complete engine, with one call per text."""
     model = load_encoder(folder, torch.device("cpu"), dtype, is_int8=is_int8)
     engine = PoolingEngine(model, PoolingSettings(result_cache_bytes=0))
 
@@ -142,7 +142,7 @@ def ours(folder: Path, dtype: torch.dtype, *, is_int8: bool = False) -> Compute:
 def _measure(
     name: str, inputs: Sequence[Any], num_tokens: int, rounds: int, systems: dict[str, Compute]
 ) -> list[Sequence[str]]:
-    """Medians of inputs and tokens a CPU second; speed and the least cosine are relative to the first system."""
+    """Median inputs and tokens per CPU second; the speed and the lowest cosine are relative to the first system."""
     seconds: dict[str, list[float]] = {system: [] for system in systems}
     vectors: dict[str, torch.Tensor] = {}
     for _, system in in_turn(rounds + 1, list(systems)):  # the first round is not counted
@@ -197,5 +197,5 @@ def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]
 
 
 def _text(chance: Random, num_tokens: int) -> str:
-    """Of so many tokens, two of which are put around it."""
+    """A text of `num_tokens` words, each of which is one token."""
     return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))

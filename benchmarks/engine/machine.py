@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-_READ_BYTES = {"cpu": 256 * 1024**2, "cuda": 4 * 1024**3}  # beyond every cache
+_READ_BYTES = {"cpu": 256 * 1024**2, "cuda": 4 * 1024**3}  # larger than all caches
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 _TRIES = 5
 
@@ -34,14 +34,14 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process: on a GPU of the device, else resident."""
+    """Peak memory of this process: on a GPU, of the device; on a CPU, resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _measure_bandwidth(device: torch.device) -> float:
-    """On a CPU of a sum of integers, which reads twice as fast as a product of floats."""
+    """Bytes read per second. On a CPU by a sum of integers, which reads twice as fast as a product of floats."""
     if device.type == "cpu":
         numbers = torch.ones(_READ_BYTES["cpu"] // 8, dtype=torch.int64)
         return numbers.nbytes / _best_s(numbers.sum, device)
@@ -59,7 +59,7 @@ def _measure_arithmetic(device: torch.device, dtype: torch.dtype) -> float:
 
 def _best_s(compute: Callable[[], object], device: torch.device) -> float:
     times = []
-    for _ in range(_TRIES + 1):  # the first one warms up
+    for _ in range(_TRIES + 1):  # the first run is a warm-up
         started = time.perf_counter()
         compute()
         if device.type == "cuda":
@@ -69,7 +69,7 @@ def _best_s(compute: Callable[[], object], device: torch.device) -> float:
 
 
 def cpu_name() -> str:
-    """As Linux names it."""
+    """The CPU's name in Linux."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

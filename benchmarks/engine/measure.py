@@ -16,7 +16,7 @@ from engines.core.engine import BatchingEngine
 from engines.core.runner import ModelRunner, StepResult
 from engines.core.sequence import Batch, EngineRequest, shorten
 
-#: tokens of each stream before a late request comes
+#: tokens of each stream before the late request arrives
 NUM_ALONE = 8
 
 
@@ -32,7 +32,7 @@ class WorkCounter:
         return getattr(self._runner, name)
 
     def launch(self, batch: Batch) -> Any:
-        """The runner's own `RunningStep`, counted when it is waited for."""
+        """Launch a step. `wait` counts its work."""
         before = self._num_encoded()
         step = self._runner.launch(batch)
         num_images = self._num_encoded() - before
@@ -54,7 +54,7 @@ class WorkCounter:
 class Run:
     """The result of a run. Units: seconds since all requests were added; tokens.
 
-    `late_at`: when a request came beside these, whose first token ended the run.
+    `late_at`: when the late request was added. Its first token ends the run.
     """
 
     elapsed_s: float
@@ -70,14 +70,14 @@ class Run:
 
     @property
     def ttfts(self) -> list[float]:
-        """Time to first token of each request, or of the late one alone."""
+        """Time to first token of each request, or only of the late request."""
         if self.late_at is not None:
             return [self.elapsed_s - self.late_at]
         return [times[0] for times in self.token_times.values()]
 
     @property
     def tpots(self) -> list[float]:
-        """Time per output token after the first, of each request that has more than one."""
+        """Time per output token after the first, of each request with several tokens."""
         several = (times for times in self.token_times.values() if len(times) > 1)
         return [(times[-1] - times[0]) / (len(times) - 1) for times in several]
 
@@ -94,16 +94,16 @@ class Run:
 
     @property
     def slowdown(self) -> float | None:
-        """The 99th percentile of the streams' gaps while the late prompt is computed, over their median before."""
+        """The 99th percentile of the streams' gaps while the late prompt is computed, divided by the earlier median."""
         if self.late_at is None:
             return None
         alone = [b - a for a, b in self._gaps if b <= self.late_at]
         beside = sorted(b - a for a, b in self._gaps if b > self.late_at)
-        beside = beside or [self.elapsed_s - self.late_at]  # no stream has an output since
+        beside = beside or [self.elapsed_s - self.late_at]  # no stream has had an output since
         return beside[math.ceil(0.99 * len(beside)) - 1] / statistics.median(alone)
 
     def rates(self) -> dict[str, float]:
-        """Per second: output tokens, all tokens, images, bytes, operations."""
+        """Output tokens, all tokens, images, bytes and operations per second."""
         amounts = {
             "output_tokens": self.num_output_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_output_tokens,
@@ -125,7 +125,7 @@ def run_requests(
     requests: list[EngineRequest],
     late: EngineRequest | None = None,
 ) -> Run:
-    """Add all at once and step until the last token; with a late one, which comes beside streams, until its first token.
+    """Add all requests and step until the last token; with a late request, until the first token of that request.
 
     Raises: RequestError, RuntimeError for a failed request.
     """

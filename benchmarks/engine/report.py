@@ -1,4 +1,4 @@
-"""Summarize runs of a benchmark as medians and spreads, in a table."""
+"""Summarizes runs of a benchmark in a table of medians and spreads."""
 
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -10,7 +10,7 @@ from benchmarks.engine.measure import Run
 from benchmarks.tables import Spread, new_table, show
 from deploy.capacity import EngineFigures
 
-#: of the table; `total tok/s` counts prompt tokens too
+#: Columns of the table; `total tok/s` includes prompt tokens.
 _COLUMNS = (
     "scenario",
     "batch",
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The rounds of one scenario at one batch size. `peak_bytes`: of the process so far."""
+    """The rounds of one scenario at one batch size. `peak_bytes`: peak memory of the process so far."""
 
     scenario: str
     batch_size: int
@@ -41,7 +41,7 @@ class Row:
 
 
 def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
-    """The costs that `vlm plan` reads, of the largest batch. Raises: ValueError without decode and prefill."""
+    """The costs that `vlm plan` reads, at the largest batch size. Raises: ValueError without decode and prefill."""
     batch_size = max(row.batch_size for row in rows)
     of = {row.scenario: row for row in rows if row.batch_size == batch_size}
     if not {"decode", "prefill"} <= of.keys():
@@ -59,7 +59,7 @@ def to_figures(machine: Machine, model: str, rows: list[Row]) -> EngineFigures:
 
 def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> None:
     """Print medians, with minimum and maximum."""
-    table = new_table(f"median, and least-most, of {len(rows[0].runs)}", *_COLUMNS)
+    table = new_table(f"median and minimum-maximum, of {len(rows[0].runs)}", *_COLUMNS)
     for row in rows:
         table.add_row(*_cells(row, machine))
     show(
@@ -71,7 +71,7 @@ def show_report(machine: Machine, model: dict[str, Any], rows: list[Row]) -> Non
 
 
 def _cells(row: Row, machine: Machine) -> list[str]:
-    """TTFT, TPOT and ITL pool the requests of all rounds."""
+    """The cells of a row. TTFT, TPOT and ITL cover the requests of all rounds."""
     runs, images = row.runs, row.rate("images_per_s")
     ttft = Spread.of([value for run in runs for value in run.ttfts])
     tpots = [value for run in runs for value in run.tpots]

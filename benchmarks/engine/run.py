@@ -2,7 +2,7 @@
 
 Called by `vlm bench engine`. All cells share one engine and are interleaved, so that other load on the machine affects
 them equally. The model is warmed up, and each cell runs once, before the first measurement. Every request is new, so
-that no cache helps.
+that caches have no effect.
 """
 
 from dataclasses import dataclass, replace
@@ -28,13 +28,13 @@ from engines.torch_backend.runner import TorchRunner
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Numbers of prompt tokens (beside the image's) and of output tokens; None: as many as were asked for."""
+    """Numbers of text tokens in the prompt and of output tokens; None: the command's option."""
 
     name: str
     num_text_tokens: int
     num_output_tokens: int | None = None
     has_image: bool = False
-    is_late: bool = False  #: one comes while as many as the batch size stream
+    is_late: bool = False  #: one late request arrives while `batch_size` requests stream
 
 
 SCENARIOS = {
@@ -50,7 +50,7 @@ SCENARIOS = {
 
 @dataclass(frozen=True, slots=True)
 class BenchOptions:
-    """What to measure: the command's options."""
+    """Options of the command."""
 
     model: str = "shapes"
     device: str = "auto"
@@ -66,9 +66,9 @@ class Bench:
     machine: Machine  #: set by `run_all`
 
     def __init__(self, options: BenchOptions) -> None:
-        """Load the model. Raises: what loading raises; ValueError for an unknown scenario."""
+        """Load the model. Raises: the errors of loading; ValueError for an unknown scenario."""
         if set(options.scenarios) - SCENARIOS.keys():
-            raise ValueError(f"scenarios are {', '.join(SCENARIOS)}")
+            raise ValueError(f"unknown scenario: choose from {', '.join(SCENARIOS)}")
         self.options = options
         self.device = choose_device(options.device)
         self.dtype = choose_dtype(options.dtype, self.device)
@@ -77,7 +77,7 @@ class Bench:
             "device": options.device,
             "dtype": options.dtype,
             "quantization": options.quantization,
-            "max_num_seqs": max(options.batch_sizes) + 1,  # and a late one
+            "max_num_seqs": max(options.batch_sizes) + 1,  # plus a late request
         }
         engine = create_engine(settings).engine
         assert isinstance(engine, BatchingEngine)
@@ -102,7 +102,7 @@ class Bench:
         }
 
     def run(self, scenario: Scenario, batch_size: int) -> Run:
-        """Run a scenario once. Streams that are long enough are joined by a late request. Raises: RequestError."""
+        """Run a scenario once. A late request joins streams that outlast its prompt. Raises: RequestError."""
         num_tokens = self.engine.max_model_len if scenario.is_late else self.options.num_tokens
         streaming = SCENARIOS["decode"] if scenario.is_late else scenario
         requests = [self._request(streaming, num_tokens) for _ in range(batch_size)]
@@ -110,7 +110,7 @@ class Bench:
         return run_requests(self.engine, self._counter, requests, late)
 
     def _request(self, scenario: Scenario, num_tokens: int) -> EngineRequest:
-        """`num_tokens` of output, unless the scenario says; shortened to the model's context."""
+        """A request with `num_tokens` output tokens, unless the scenario sets them; limited to the model's context."""
         length, num_slots = self.engine.max_model_len, 0
         if scenario.has_image:
             num_slots = self._prompts.num_tokens - NUM_TEXT_TOKENS
@@ -133,7 +133,7 @@ class Bench:
         for cell in measuring(options.rounds * cells):
             runs[cell].append(self.run(*cell))
             peaks[cell] = peak_bytes(self.device)
-        self.machine = measure_machine(self.device, self.dtype)  # its matrices are no cell's memory
+        self.machine = measure_machine(self.device, self.dtype)  # last: it would raise `peak_bytes`
         return [Row(cell[0].name, cell[1], runs[cell], peaks[cell]) for cell in cells]
 
 

@@ -47,7 +47,7 @@ app = FastAPI()
 
 @app.get("/readyz")
 async def is_ready() -> dict[str, str]:
-    """Answer the probe."""
+    """Answer the readiness probe."""
     return {"status": "ready"}
 
 
@@ -61,7 +61,7 @@ async def answer(request: Request) -> dict[str, Any] | StreamingResponse:
 
 
 async def stream_events() -> AsyncIterator[str]:
-    """Each event as a separate piece, as from a model."""
+    """Yield each event separately, like a model."""
     for event in EVENTS:
         yield event
 

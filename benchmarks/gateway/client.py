@@ -1,7 +1,7 @@
 """A fast closed-loop HTTP/1.1 client: a number of connections, each with one open request.
 
-The same client measures all targets; a slow one would hide their differences. Every answer is checked; an incomplete
-one ends the job.
+One client measures all targets, and a slow client would hide their differences. Every answer is checked, and an
+incomplete answer ends the job.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from loadtest.fleet import HOST
 
 CHAT = "/v1/chat/completions"
 GRACE_S = 60.0
-MAX_PART_BYTES = 2**20  #: of an answer: its head, or a whole stream
+MAX_PART_BYTES = 2**20  #: limit of an answer's head, or of a whole stream
 END_OF_HEAD = b"\r\n\r\n"
 END_OF_CHUNKS = b"\r\n0\r\n\r\n"
 CONTENT_LENGTH = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n")
@@ -33,9 +33,9 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What to send, where, and for how long.
+    """The requests of one measurement, their target and their duration.
 
-    `has_new_images`: each request has a new number in its image, which has number 0 in `body`. `expected_text`: the
+    `has_new_images`: each request replaces the number 0 in the image of `body` by a new number. `expected_text`: the
     answer, if it is always the same.
     """
 
@@ -51,7 +51,7 @@ class Job:
 
 @dataclass(slots=True)
 class Result:
-    """Complete answers of a job; all but the latencies are also of its warm-up. `cpu_s`: of the target's processes."""
+    """Complete answers of a job. Only `latencies_s` excludes the warm-up. `cpu_s`: by process of the target."""
 
     latencies_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -65,7 +65,7 @@ class Result:
         return len(self.latencies_s) / self.seconds
 
     def latency_s(self, share: float) -> float:
-        """The latency that this fraction of the requests did not exceed."""
+        """The latency that a `share` of the requests did not exceed."""
         return sorted(self.latencies_s)[math.ceil(share * len(self.latencies_s)) - 1]
 
 
@@ -103,7 +103,7 @@ async def _converse(job: Job, recording_at: float, result: Result) -> None:
 
 
 def to_parts(job: Job) -> tuple[bytes, bytes]:
-    """The request's bytes before and after the part that changes."""
+    """The request's bytes before and after its changing number."""
     body = job.body.encode()
     head = (
         f"POST {CHAT} HTTP/1.1\r\nhost: {HOST}:{job.port}\r\n"
@@ -130,7 +130,7 @@ def check_answer(answer: bytes, job: Job) -> None:
     if job.stream and not body.endswith(b"data: [DONE]\n\n" + END_OF_CHUNKS):
         raise BenchError("the stream has no [DONE]")
     if FINISH_REASON.findall(body) != [b"length"]:
-        raise BenchError("the answer is not as long as was asked for")
+        raise BenchError("the answer does not have the requested length")
     text = "".join(map(json.loads, CONTENT.findall(body)))
     if not text or job.expected_text not in (None, text):
-        raise BenchError("the text is not the expected one")
+        raise BenchError("the text differs from the expected text")

@@ -26,16 +26,16 @@ from shared.settings.tree import RedisSettings, WorkerSettings
 MODEL, PREFIX = "mock", "growth"
 NUM_SEATS = 100  #: running requests of a worker
 NUM_GATEWAYS = 2
-GATEWAYS_EVERY_S = 1.0  #: between two readings of the registry
-HEARTBEATS_PER_ROUND = 6  #: a lease is renewed at every third
+GATEWAYS_EVERY_S = 1.0  #: interval between two readings of the registry
+HEARTBEATS_PER_ROUND = 6  #: a lease is renewed at every third heartbeat
 PAYLOAD = bytes(2000)
 
-#: Seconds between two of each kind of work, and the work for all workers.
+#: By kind of work: seconds between two runs, and the function that runs the work of all workers.
 Kinds = Mapping[str, tuple[float, Callable[[], Awaitable[object]]]]
 
 
 async def measure_growth(num_workers: int, rounds: int) -> Table:
-    """The cost of each kind of work for one second of the whole fleet."""
+    """The cost of each kind of work of the whole fleet, per second."""
     with (
         tempfile.TemporaryDirectory(prefix="vlm-bench-") as folder,
         EmbeddedRedis(Path(folder)) as server,
@@ -106,7 +106,7 @@ async def measure_costs(
 
 
 async def _measure_round(redis: Redis, kinds: Kinds, heartbeat_s: float) -> dict[str, float]:
-    """The cost of each kind for one second, over some heartbeats at their real pace: leases age meanwhile."""
+    """The cost of each kind per second, over some heartbeats at their real pace, so that leases age."""
     costs = dict.fromkeys(kinds, 0.0)
     clock = asyncio.get_running_loop().time
     for _ in range(HEARTBEATS_PER_ROUND):

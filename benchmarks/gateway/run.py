@@ -2,7 +2,7 @@
 another checkout.
 
 Both targets run on the same machine, and are measured alternately by the same client, which is this process. Every
-number is a median of the turns, and ratios are those of adjacent turns. All share the machine's cores.
+number is a median of the turns, and ratios compare adjacent turns. Targets and client share the machine's cores.
 """
 
 import json
@@ -34,7 +34,7 @@ INSTANT = {
     "VLM_ENGINE__MOCK__DECODE_S": "0",
 }
 MOST_WARMUP_S = 0.3
-NUM_TURNS = 20  #: measurements of each cell and checkout before the fleets are restarted
+NUM_TURNS = 20  #: measurements per cell and checkout, after which the fleets are restarted
 TEXT = ({"type": "text", "text": "Tell me about a lighthouse."},)
 
 
@@ -55,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cell:
-    """A kind of request to measure. `is_fixed`: its answer is always the same; `has_new_images`: in each request."""
+    """A kind of request to measure. `is_fixed`: the answer is always the same. `has_new_images`: see `Job`."""
 
     name: str
     content: Sequence[dict[str, Any]]
@@ -66,7 +66,7 @@ class Cell:
     has_new_images: bool = False
 
 
-#: The results of two targets by name, in adjacent pairs.
+#: Results by cell and target. Results of equal index are from adjacent turns.
 Measured = dict[Cell, dict[str, list[Result]]]
 
 
@@ -91,9 +91,9 @@ def measure(
     folder: Path | None = None,
     num_starts: int = 1,
 ) -> Measured:
-    """Measure the bare endpoint, or the fleet of the checkout in `folder`, and the fleet of this one.
+    """Measure the bare endpoint, or the fleet of the checkout in `folder`, and this checkout's fleet.
 
-    The memory layout of a process makes it faster or slower for its life; `num_starts` counts the lives of the targets.
+    The memory layout of a process affects its speed until it ends, so the targets are started `num_starts` times.
     """
     measured: Measured = {cell: {} for cell in cells}
     for _ in range(num_starts):
@@ -107,7 +107,7 @@ def measure(
 
 
 def create_cells(connections: list[int]) -> list[Cell]:
-    """Text, a new image with every request, and the same image again and again; whole and streamed."""
+    """Cells of text, of a new image in every request, and of one repeated image; whole and streamed."""
     image = {"type": "image_url", "image_url": {"url": NumberedUrls(noise_jpeg()).url(0)}}
     question = {"type": "text", "text": "What is in this image?"}
     return [
@@ -130,7 +130,7 @@ def create_cells(connections: list[int]) -> list[Cell]:
 
 
 def measure_once(cell: Cell, target: Target, seconds: float) -> Result:
-    """One turn of one target."""
+    """Measure one turn of one target."""
     body = {
         "model": target.model, "messages": [{"role": "user", "content": cell.content}], "max_tokens": cell.num_tokens,
         "temperature": 0, "ignore_eos": True,
@@ -155,7 +155,7 @@ def measure_once(cell: Cell, target: Target, seconds: float) -> Result:
 
 
 def ask(port: int, path: str, json: Any = None) -> dict[str, Any]:
-    """The JSON that a server answers. Raises: httpx.HTTPError."""
+    """The JSON that a server returns. Raises: httpx.HTTPError."""
     method = "GET" if json is None else "POST"
     url = f"http://{HOST}:{port}{path}"
     answer = httpx.request(method, url, json=json, timeout=60.0, trust_env=False)
@@ -174,7 +174,7 @@ def run_bare() -> Iterator[Target]:
 def run_vlm_fleet(
     settings: Mapping[str, str] = INSTANT, folder: Path | None = None
 ) -> Iterator[Target]:
-    """The fleet with its defaults, of the checkout in `folder`, on an engine without delay."""
+    """Run the fleet of the checkout in `folder` with its defaults and a mock engine; by default without delays."""
     if folder is not None and not (folder / "vlm.py").is_file():
         raise BenchError(f"--against {folder}: the folder is not a checkout of this project")
     with run_fleet(settings.get("VLM_ENGINE__KIND", "mock"), settings, folder) as server:
@@ -193,7 +193,7 @@ def _find(family: list[psutil.Process], role: str) -> psutil.Process:
 
 
 def cpu_per_request(results: list[Result]) -> dict[str, float]:
-    """CPU seconds of each process, the median of the turns."""
+    """CPU seconds per request of each process: the median of the turns."""
     return {
         role: median(result.cpu_s[role] / max(1, result.num_all) for result in results)
         for role in results[0].cpu_s
@@ -201,10 +201,10 @@ def cpu_per_request(results: list[Result]) -> dict[str, float]:
 
 
 def to_tables(measured: Measured) -> list[Table]:
-    """One table per kind of request; for each number of connections a row of each target.
+    """One table per kind of request, with one row per number of connections and target.
 
-    `times` compares the median latencies of adjacent turns; below 1 the second target is faster. A server that is behind
-    puts several tokens into one event.
+    `times` compares the median latencies of adjacent turns; below 1 the second target is faster. An
+    overloaded server puts several tokens into one event.
     """
     columns = ["server", "clients", "req/s", "p50\nms", "p99\nms", "times", "events"]
     columns += ["CPU ms:\ngateway", "worker", "Redis"]

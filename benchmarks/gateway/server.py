@@ -1,7 +1,7 @@
 """Compares the CPU time per streamed token of gateway, worker and Redis with that of a server's HTTP front.
 
 Each round measures the server alone, and the fleet in front of it, with the same requests. The server's front is the
-process that listens on its port; the processes that compute are not counted.
+process that listens on its port; its compute processes are not counted.
 """
 
 import platform
@@ -29,15 +29,15 @@ from benchmarks.tables import in_turn, new_table
 from deploy.capacity import FleetFigures, write_figures
 from loadtest.albums import noise_jpeg
 
-NUM_TOKENS = 100  #: per stream of the mock engine
-#: Of the mock engine: 50 tokens/s a stream.
+NUM_TOKENS = 100  #: tokens per stream of the mock engine
+#: Settings of the mock engine: 50 tokens/s per stream.
 PACED = INSTANT | {"VLM_ENGINE__MOCK__DECODE_S": "0.02"}
 
 
 def measure_server(
     kind: str, model: str, url: str, streams: int, tokens: int, seconds: float, rounds: int
 ) -> Table:
-    """Without a model, of the server's front alone. Raises: BenchError, ServerError, OSError, httpx.HTTPError."""
+    """Without a model, measure only the server's front. Raises: BenchError, ServerError, OSError, httpx.HTTPError."""
     settings = {
         "VLM_ENGINE__KIND": kind, "VLM_ENGINE__MODEL": model, "VLM_ENGINE__URL": url,
         "VLM_ENGINE__MAX_NUM_SEQS": str(streams),
@@ -50,7 +50,7 @@ def measure_server(
 
 
 def measure_tokens(streams: int, seconds: float, rounds: int, against: Path | None) -> Table:
-    """Streams of the mock engine, also in another checkout. Raises: as `measure_server`."""
+    """Measure streams of the mock engine, also in another checkout. Raises: the errors of `measure_server`."""
     settings = PACED | {"VLM_ENGINE__MAX_NUM_SEQS": str(streams)}
     folders = [None] if against is None else [against, None]
     with ExitStack() as stack:
@@ -61,7 +61,7 @@ def measure_tokens(streams: int, seconds: float, rounds: int, against: Path | No
 def _measure(
     targets: list[Target], streams: int, tokens: int, seconds: float, rounds: int
 ) -> Table:
-    """One row per target. Ratios are of the CPU time of all processes, to the first target."""
+    """One row per target. Ratios compare with the first target; CPU time is that of all processes."""
     cell = Cell("", TEXT, True, streams, tokens)
     found: dict[str, list[Result]] = {target.name: [] for target in targets}
     for _, target in in_turn(rounds, targets):

@@ -22,13 +22,13 @@ _TIMEOUT_S = 1800.0
 
 @dataclass(slots=True)
 class Server:
-    """An address, and its results in the order of the rounds."""
+    """A server, and its results in the order of the rounds."""
 
     name: str
     url: str
     model: str = ""
     rates: list[float] = field(default_factory=list)  #: requests/s
-    latencies_s: list[float] = field(default_factory=list)  #: the median of each round
+    latencies_s: list[float] = field(default_factory=list)  #: median of each round
     num_prompt_tokens: int = 0
 
 
@@ -41,7 +41,7 @@ def _image(source: random.Random) -> str:
 
 
 async def _ask(client: httpx.AsyncClient, server: Server, image: str, num_tokens: int) -> float:
-    """Seconds of one request. Raises: httpx.HTTPError; ValueError for an error or an answer of another length."""
+    """Send a request; returns its seconds. Raises: httpx.HTTPError; ValueError for an error or a wrong length."""
     content = [
         {"type": "image_url", "image_url": {"url": image}},
         {"type": "text", "text": "Describe the image in a few words."},
@@ -61,7 +61,7 @@ async def _ask(client: httpx.AsyncClient, server: Server, image: str, num_tokens
 
 
 async def _burst(server: Server, images: list[str], num_tokens: int) -> tuple[float, float]:
-    """Requests/s, and the median latency."""
+    """Send all requests at once; returns requests/s and the median latency."""
     limits = httpx.Limits(max_connections=len(images))
     async with httpx.AsyncClient(timeout=_TIMEOUT_S, limits=limits) as client:
         began = time.perf_counter()
@@ -83,7 +83,7 @@ def run(servers: list[Server], num_requests: int, num_tokens: int, rounds: int) 
         server.latencies_s.append(latency_s)
         print(f"round {number + 1}: {server.name} {rate:.3f} requests/s", flush=True)
     table = new_table(
-        f"{num_requests} requests at once, {num_tokens} tokens each: median, and least-most",
+        f"{num_requests} requests at once, {num_tokens} tokens each: median and minimum-maximum",
         "server", "prompt tokens", "requests/s", "median latency s", f"{servers[0].name}, times",
     )  # fmt: skip
     best = statistics.median(servers[0].rates)

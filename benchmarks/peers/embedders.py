@@ -13,7 +13,7 @@ Encode = Callable[[list[str]], "np.ndarray[Any, Any]"]
 
 
 def sentence_transformers(directory: str, dtype: str) -> Encode:
-    """As its users call it."""
+    """sentence-transformers through its public API."""
     from sentence_transformers import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         SentenceTransformer,
     )
@@ -25,7 +25,7 @@ def sentence_transformers(directory: str, dtype: str) -> Encode:
 
 
 def infinity(directory: str, dtype: str) -> Encode:
-    """Its engine, all texts at once, as its server gives them to it."""
+    """Infinity's engine, with all texts at once, as from its server."""
     from infinity_emb import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         AsyncEmbeddingEngine,
         EngineArgs,
@@ -52,7 +52,7 @@ class Embedder:
         self._encode(["w1 w2 w3"] * 2)
 
     def embed(self, texts: list[str]) -> tuple[float, str]:
-        """Seconds of CPU, and the vectors in base64."""
+        """Seconds of CPU time, and the vectors in base64."""
         began_s = time.process_time()
         vectors = self._encode(texts)
         took_s = time.process_time() - began_s

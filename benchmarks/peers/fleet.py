@@ -1,6 +1,6 @@
 """The processes of the compared systems, one per system, which compute only on request.
 
-Each has the same number of threads. They load one after another.
+All have the same number of threads. They load one after another.
 """
 
 import json
@@ -17,7 +17,7 @@ from loadtest.fleet import ROOT
 
 
 class Peer:
-    """A system in a separate process: it reports that it is loaded, then answers each line of JSON with a line."""
+    """A system in a separate process, which answers each line of JSON with a line of JSON after it has loaded."""
 
     def __init__(self, system: str, python: Path, options: dict[str, Any]) -> None:
         """Raises: ChildProcessError."""
@@ -40,7 +40,7 @@ class Peer:
         assert stdout is not None
         line = stdout.readline()
         if not line:
-            raise ChildProcessError(f"{self._system} ended; its last words are above")
+            raise ChildProcessError(f"{self._system} ended: see its output above")
         return json.loads(line)
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Peer:
 def run_peers(
     systems: Iterable[str], folder: Path, options: dict[str, Any]
 ) -> Iterator[dict[str, Peer]]:
-    """Systems that are loaded, by name. `folder`: of their environments. Raises: OSError, and as `peer_python`."""
+    """Load systems; returns them by name. `folder`: their environments. Raises: OSError, errors of `peer_python`."""
     with ExitStack() as stack:
         peers: dict[str, Peer] = {}
         for system in systems:

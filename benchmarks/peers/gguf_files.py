@@ -23,7 +23,7 @@ _SUFFIXES = (".weight", ".bias")
 
 
 def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
-    """The decoder, its matrices as `kind` (F32, F16, BF16). Raises: OSError, ValueError."""
+    """Write the decoder with matrices of type `kind` (F32, F16, BF16). Raises: OSError, ValueError."""
     text: Any = AutoConfig.from_pretrained(checkpoint).get_text_config(decoder=True)
     writer = gguf.GGUFWriter(target, "llama")
     describe_decoder(writer, text)
@@ -44,7 +44,7 @@ def write_decoder(checkpoint: Path, target: Path, kind: str) -> None:
 
 
 def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
-    """Tower and projector, their matrices as `kind`. Raises: UnsupportedCheckpoint, OSError."""
+    """Write tower and projector with matrices of type `kind`. Raises: UnsupportedCheckpoint, OSError."""
     config = find_family(checkpoint)[1]
     depth = max(block_numbers(config.vision, config.vision_feature_layers))
     writer = gguf.GGUFWriter(target, "clip")
@@ -55,7 +55,7 @@ def write_tower(checkpoint: Path, target: Path, kind: str) -> None:
         linear = re.fullmatch(r"multi_modal_projector\.linear_([12])\.(.+)", name)
         if linear:
             return f"mm.{0 if linear[1] == '1' else 2}.{linear[2]}"
-        is_unused = "post_layernorm" in name  # the features are those of a layer before
+        is_unused = "post_layernorm" in name  # the features come from an earlier layer
         return None if is_unused else names.get_name(name, _SUFFIXES)
 
     _write_tensors(writer, checkpoint, kind, rename, lambda name, tensor: tensor)
@@ -77,7 +77,7 @@ def describe_decoder(writer: "gguf.GGUFWriter", text: Any) -> None:
 
 
 def _describe_tokenizer(writer: "gguf.GGUFWriter", checkpoint: Path, vocab_size: int) -> None:
-    """A byte-level BPE tokenizer, as those of `vlm bench checkpoint`."""
+    """Write a byte-level BPE tokenizer, as in checkpoints of `vlm bench checkpoint`."""
     stored = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
     names = [f"<unused_{number}>" for number in range(vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * vocab_size
@@ -105,7 +105,7 @@ def _describe_tower(writer: "gguf.GGUFWriter", vision: VisionConfig, depth: int)
     writer.add_uint32("clip.vision.feed_forward_length", vision.intermediate_size)
     writer.add_uint32("clip.vision.projection_dim", vision.hidden_size)
     writer.add_uint32("clip.vision.block_count", depth)
-    writer.add_array("clip.vision.feature_layer", [depth])  # else the last but one of these
+    writer.add_array("clip.vision.feature_layer", [depth])  # else the second to last is used
     writer.add_uint32("clip.vision.attention.head_count", vision.num_heads)
     writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision.layer_norm_eps)
     writer.add_array("clip.vision.image_mean", [0.5, 0.5, 0.5])
@@ -119,7 +119,7 @@ def _write_tensors(
     rename: Callable[[str], str | None],
     arrange: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """Write the tensors that `rename` knows; vectors and the patches' kernel stay exact."""
+    """Write the tensors that `rename` names; vectors and the kernel of the patches keep full precision."""
     for stored in list_tensors(checkpoint):
         name = rename(stored.name)
         if name is None:
@@ -141,6 +141,6 @@ def finish(writer: "gguf.GGUFWriter") -> None:
 
 
 def interleave_halves(tensor: Tensor, num_heads: int) -> Tensor:
-    """llama.cpp rotates neighbours where transformers rotates halves. Shapes: (N, ...), kept."""
+    """Reorder rows: llama.cpp rotates neighbours, transformers rotates halves. Shapes: (N, ...) to (N, ...)."""
     halves = tensor.view(num_heads, 2, -1, *tensor.shape[1:])
     return halves.transpose(1, 2).reshape(tensor.shape)

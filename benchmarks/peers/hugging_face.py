@@ -1,7 +1,7 @@
 """`transformers` as a peer: its own model of a checkpoint, with its own caches.
 
 Runs in a separate process. The forward pass is called directly, with greedy sampling, which avoids the overhead of
-`generate`. For each batch size, the faster one of its dynamic and static caches is used.
+`generate`. For each batch size, the faster of its dynamic and static caches is used.
 """
 
 import time
@@ -25,7 +25,7 @@ class HuggingFace:
     """The model in one precision, with one kind of cache."""
 
     def __init__(self, checkpoint: Path, precision: str, num_threads: int) -> None:
-        """Load. Raises: what transformers raises."""
+        """Load the model. Raises: the errors of transformers."""
         torch.set_num_threads(num_threads)
         self._dtype = getattr(torch, precision)
         self._prompts = ExamplePrompts(checkpoint)
@@ -33,7 +33,7 @@ class HuggingFace:
         disable_progress_bar()
         model: Any = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=self._dtype)
         self._model: Any = model.eval()
-        self._is_static: dict[int, bool] = {}  # by batch size, where it is known
+        self._is_static: dict[int, bool] = {}  # by batch size: whether the static cache is faster
         self._generator = torch.Generator().manual_seed(0)
 
     @torch.inference_mode()
@@ -80,7 +80,7 @@ class HuggingFace:
     def _next_tokens(self, **inputs: Any) -> Tensor:
         logits = self._model(**inputs).logits
         next_ids = logits[:, -1].argmax(dim=-1, keepdim=True)
-        next_ids.tolist()  # a server would have to look
+        next_ids.tolist()  # a server needs the ids on the CPU too
         return next_ids
 
     def _filled_cache(self, batch_size: int, is_static: bool) -> DynamicCache | StaticCache:
@@ -94,12 +94,12 @@ class HuggingFace:
         for layer in range(text.num_hidden_layers):
             cache.update(noise.clone(), noise.clone(), layer)
         if hasattr(self._model.base_model, "rope_deltas"):
-            self._model.base_model.rope_deltas = None  # of another prompt
+            self._model.base_model.rope_deltas = None  # left by another prompt
         return cache
 
 
 def _image(prompt: Prompt) -> ProcessedImage:
-    """As transformers' own processor would have made it."""
+    """The image in the format of transformers' processor."""
     [image] = prompt.images
     if isinstance(image.pixels, ProcessedImage):
         return image.pixels

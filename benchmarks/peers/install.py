@@ -1,6 +1,6 @@
 """The environments of the peers: llama.cpp built from its published package, and embedding engines.
 
-Our own environment is not changed. That of llama.cpp also sees our packages, for the checkpoint's files and torch.
+Our own environment is not changed. llama.cpp's environment also includes our packages, to read checkpoints with torch.
 """
 
 import os
@@ -11,7 +11,7 @@ import venv
 from pathlib import Path
 
 LLAMA_CPP_VERSION = "0.3.36"
-#: By maker. The engines of embeddings have one torch. Infinity's last release knows older transformers.
+#: Packages by maker. The embedding engines use one version of torch. Infinity's last release needs older transformers.
 _PACKAGES = {
     "llama.cpp": (
         "--no-binary=llama-cpp-python", "gguf==0.19.0", f"llama-cpp-python=={LLAMA_CPP_VERSION}",
@@ -32,12 +32,12 @@ def peer_python(folder: Path, maker: str) -> Path:
     environment = folder / maker
     python = environment / "bin" / "python"
     if not is_installed(folder, maker):
-        print(f"installing {maker}, once: minutes", file=sys.stderr, flush=True)
+        print(f"installing {maker}, which takes some minutes once", file=sys.stderr, flush=True)
         venv.create(environment, with_pip=True)
         subprocess.run(
             [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", *_PACKAGES[maker]],
             check=True,
-            env={**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"},  # for this machine, as its users do
+            env={**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"},  # compile for this machine, as its users do
             stdout=sys.stderr,
         )  # fmt: skip
         if maker == "llama.cpp":

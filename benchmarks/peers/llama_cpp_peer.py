@@ -1,4 +1,4 @@
-"""llama.cpp as a peer, through the bindings of `llama-cpp-python`: its own batches, caches and kernels.
+"""llama.cpp as a peer, through the bindings of `llama-cpp-python`, with its own batches, caches and kernels.
 
 Runs in the peers' environment, with llama.cpp's defaults except the number of threads. Its multimodal library encodes
 the image. Each sequence of a batch decodes after a copy of one computed context.
@@ -20,7 +20,7 @@ from benchmarks.peers.peer import NUM_TEXT_TOKENS
 from engines.torch_backend.models.registry import find_family
 
 _MAX_STEPS = 128
-_TOWER_KIND = "F16"  # what llama.cpp's own converter writes
+_TOWER_KIND = "F16"  # the type that llama.cpp's converter writes
 _FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # llama_ftype
 
 
@@ -34,7 +34,7 @@ class LlamaCpp:
         num_context: int,
         folder: str,
     ) -> None:
-        """Load, after writing the files if they are not there. Raises: RuntimeError."""
+        """Write missing files and load the model. Raises: RuntimeError."""
         self._log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self._log, None)
         mtmd_cpp.mtmd_helper_log_set(self._log, None)
@@ -60,7 +60,7 @@ class LlamaCpp:
         self._tower = _Tower(tower, model, num_threads, config)
 
     def decode(self, batch_size: int, num_steps: int) -> float:
-        """One token of every sequence a call."""
+        """Decode one token of every sequence per call."""
         self._prepare_contexts(batch_size)
         tokens = [5] * batch_size
         elapsed = 0.0
@@ -70,12 +70,12 @@ class LlamaCpp:
                 [(token, self._num_context + step, seq) for seq, token in enumerate(tokens)], True
             )
             tokens = self._compute(batch)
-            if step:  # the first one warms up
+            if step:  # the first step is a warm-up
                 elapsed += time.perf_counter() - started
         return elapsed
 
     def prefill(self) -> float:
-        """One call, which llama.cpp cuts into its own micro-batches."""
+        """Compute a prompt in one call, which llama.cpp splits into micro-batches."""
         return self._prefill(self._text(self._num_context))
 
     def image(self) -> float:
@@ -83,7 +83,7 @@ class LlamaCpp:
         return self._tower.encode(self._random)[0]
 
     def first_token(self) -> float:
-        """The image, its features through the decoder, then the text."""
+        """Encode an image, then decode its features and the text."""
         elapsed, features = self._tower.encode(self._random)
         text = self._text(NUM_TEXT_TOKENS)
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -99,7 +99,7 @@ class LlamaCpp:
         return time.perf_counter() - started
 
     def _prepare_contexts(self, batch_size: int) -> None:
-        """The last prompt's context in every sequence."""
+        """Copy the context of the last prompt to every sequence."""
         if llama_cpp.llama_memory_seq_pos_max(self._memory, 0) < self._num_context - 1:
             self._prefill(self._text(self._num_context))
         llama_cpp.llama_memory_seq_rm(self._memory, 0, self._num_context, -1)
@@ -111,7 +111,7 @@ class LlamaCpp:
         """The likeliest next tokens. Raises: RuntimeError."""
         code = llama_cpp.llama_decode(self._context, batch.struct)
         if code != 0:
-            raise RuntimeError(f"llama_decode answered {code}")
+            raise RuntimeError(f"llama_decode returned {code}")
         size = self._vocab_size
         rows = (llama_cpp.llama_get_logits_ith(self._context, place) for place in batch.outputs)
         return [int(np.ctypeslib.as_array(row, (size,)).argmax()) for row in rows]
@@ -121,7 +121,7 @@ class LlamaCpp:
 
 
 class _Batch:
-    """llama.cpp's batch of (token, position, sequence); logits of all, or of the last."""
+    """llama.cpp's batch of (token, position, sequence), with logits of all tokens or of the last."""
 
     def __init__(self, rows: list[tuple[int, int, int]], all_logits: bool) -> None:
         self.struct = llama_cpp.llama_batch_init(len(rows), 0, 1)
@@ -133,7 +133,7 @@ class _Batch:
 
     @classmethod
     def of_features(cls, features: np.ndarray) -> "_Batch":
-        """Embeddings in the first places of sequence 0. Shapes: (P, C)."""
+        """A batch of embeddings at the first positions of sequence 0. Shapes: (P, C)."""
         batch = cls.__new__(cls)
         batch.struct = llama_cpp.llama_batch_init(*features.shape, 1)
         ctypes.memmove(batch.struct.embd, features.ctypes.data, features.nbytes)
@@ -154,7 +154,7 @@ class _Batch:
 
 
 class _Tower:
-    """The multimodal library with the tower's file."""
+    """llama.cpp's multimodal library, with the tower's file."""
 
     def __init__(self, file: Path, model, num_threads: int, config) -> None:
         params = mtmd_cpp.mtmd_context_params_default()
@@ -179,7 +179,7 @@ class _Tower:
         )
         bitmaps = (mtmd_cpp.mtmd_bitmap_p_ctypes * 1)(bitmap)
         if mtmd_cpp.mtmd_tokenize(self._handle, chunks, ctypes.byref(text), bitmaps, 1) != 0:
-            raise RuntimeError("llama.cpp did not take the image")
+            raise RuntimeError("llama.cpp did not accept the image")
         chunk = mtmd_cpp.mtmd_input_chunks_get(chunks, 0)
         started = time.perf_counter()
         if mtmd_cpp.mtmd_encode_chunk(self._handle, chunk) != 0:
@@ -193,7 +193,7 @@ class _Tower:
 
 
 def decoder_file(checkpoint: Path, files: Path, kind: str, num_threads: int) -> Path:
-    """The decoder's file of a type, made if it is not there. Raises: RuntimeError, OSError."""
+    """The decoder's file of a type, created if it is missing. Raises: RuntimeError, OSError."""
 
     def write(target: Path) -> None:
         if kind not in _FILE_TYPES:

@@ -1,7 +1,7 @@
-"""Our engine as a peer: complete, from `add` to the token's text, but without HTTP and queue.
+"""Our complete engine as a peer, from `add` to the token's text, without HTTP and queue.
 
-Runs in a separate process. Each sequence of a batch decodes after a context of random keys and values: reading them
-takes as long as reading real ones, and computing sixteen prompts would take minutes.
+Runs in a separate process. Each sequence of a batch decodes after a context of random keys and values. They are read as
+fast as real ones, and computing sixteen prompts would take minutes.
 """
 
 import time
@@ -25,7 +25,7 @@ class Ours:
     def __init__(
         self, checkpoint: Path, precision: str, num_threads: int, max_batch_size: int
     ) -> None:
-        """Load and warm up. Raises: what loading raises."""
+        """Load and warm up. Raises: the errors of loading."""
         is_dtype = precision in ("float32", "bfloat16")
         self._prompts = ExamplePrompts(checkpoint)
         self._num_context = self._prompts.num_tokens
@@ -48,7 +48,7 @@ class Ours:
         self.engine, self.runner = engine, engine.runner
         self._skipping = _SkippingRunner(engine.runner)
         for pool in engine.runner.kv_pools:
-            pool.data.normal_()  # untouched memory is one page of zeros, read from the cache
+            pool.data.normal_()  # else all pages are one page of zeros, which is read from the CPU cache
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """Time of whole engine steps."""
@@ -66,11 +66,11 @@ class Ours:
         return elapsed
 
     def prefill(self) -> float:
-        """One request of one token."""
+        """Time of a text request with one output token."""
         return self._run(self._request(self._num_context, 1))
 
     def image(self) -> float:
-        """As the runner encodes it, cache aside."""
+        """Encode an image as the runner does, without its cache."""
         images = self._prompts.make().images
         started = time.perf_counter()
         with torch.inference_mode():
@@ -78,7 +78,7 @@ class Ours:
         return time.perf_counter() - started
 
     def first_token(self) -> float:
-        """One request of one token."""
+        """Time of an image request with one output token."""
         return self._run(self._prompts.request(self._prompts.make(), 1))
 
     def _run(self, request: EngineRequest) -> float:

@@ -9,15 +9,15 @@ from typing import Literal
 #: text tokens in addition to the image, in `first_token` and in the length of every context
 NUM_TEXT_TOKENS = 32
 
-#: `decode`: steps of one token for each sequence, behind contexts of an image prompt's length. `prefill`: a new prompt of
-#: that length, of text, until its next token is known. `image`: tower and projector of one new image, pixels to features.
-#: `first_token`: a new image and text, until the first token is known.
+#: `decode`: steps of one token per sequence, after contexts of the length of an image prompt. `prefill`: a new text
+#: prompt of that length, up to its next token. `image`: tower and projector on one new image, from pixels to features.
+#: `first_token`: a new image and text, up to the first token.
 Task = Literal["decode", "prefill", "image", "first_token"]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A workload. Decoding has a batch size and a number of steps."""
+    """A task; for decoding, with a batch size and a number of steps."""
 
     name: str
     task: Task
@@ -32,7 +32,7 @@ class Workload:
         return {"batch_size": self.batch_size, "num_steps": self.num_steps}
 
     def value(self, seconds: float, num_context: int) -> float:
-        """An answer in the unit. `num_context`: tokens of an image prompt."""
+        """A result in the workload's unit. `num_context`: tokens of an image prompt."""
         if self.unit == "ms":
             return seconds * 1e3
         num_tokens = self.batch_size * self.num_steps if self.task == "decode" else num_context
@@ -56,5 +56,5 @@ _PRECISIONS = {
     "transformers": ("float32", "bfloat16"),
     "llama.cpp": ("F32", "F16", "BF16", "Q8_0", "Q4_0"),
 }
-#: Who computes, and in which precision: `transformers:bfloat16`.
+#: Systems as maker and precision, such as `transformers:bfloat16`.
 SYSTEMS = [f"{maker}:{each}" for maker, several in _PRECISIONS.items() for each in several]

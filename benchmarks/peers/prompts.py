@@ -1,4 +1,4 @@
-"""Creates requests of random tokens and one random image, processed by the checkpoint's processor; each is new."""
+"""Creates requests of new random tokens and one new random image, processed by the checkpoint's processor."""
 
 import random
 from dataclasses import replace
@@ -19,15 +19,15 @@ IMAGE_SIZE = (640, 480)
 
 
 class ExamplePrompts:
-    """Makes new ones: images of noise, and random tokens that mean nothing to the model by themselves."""
+    """Creates new prompts: images of noise, and random tokens without control tokens."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Raises: UnsupportedCheckpoint, also for a model that takes no images."""
+        """Raises: UnsupportedCheckpoint, also for a model that does not support images."""
         family, config = find_family(checkpoint)
         self._multimodal = family.processor(checkpoint, config)
         self.slot_id = self._multimodal.slot_id
         if self.slot_id is None:
-            raise UnsupportedCheckpoint("the model takes no images")
+            raise UnsupportedCheckpoint("the model does not support images")
         self._processor = create_processor(checkpoint, self._multimodal)
         tokenizer = self._processor.tokenizer
         self._plain_ids = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i)]
@@ -36,7 +36,7 @@ class ExamplePrompts:
         self.num_tokens = len(self.make().token_ids)
 
     def make(self, num_text: int = NUM_TEXT_TOKENS) -> Prompt:
-        """The image's tokens, then those of text."""
+        """The tokens of an image, then the tokens of text."""
         width, height = IMAGE_SIZE
         noise = Image.frombytes("RGB", IMAGE_SIZE, self._random.randbytes(3 * width * height))
         pixels = self._processor.process_image(noise)
@@ -49,11 +49,11 @@ class ExamplePrompts:
         return Prompt(ids, images, self._multimodal.positions(Prompt(ids, images)))
 
     def text(self, count: int) -> list[int]:
-        """Random tokens, none of which is the model's for control."""
+        """Random tokens that are not control tokens."""
         return self._random.choices(self._plain_ids, k=count)
 
     def request(self, prompt: Prompt, max_tokens: int) -> EngineRequest:
-        """Sampling parameters of a greedy answer of exactly this many tokens."""
+        """A request for a greedy answer of exactly `max_tokens` tokens."""
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         request_id = f"request-{next(self._numbers)}"
         ids, images = prompt.token_ids, prompt.images

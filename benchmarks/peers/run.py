@@ -26,7 +26,7 @@ from engines.torch_backend.models.registry import find_family
 FOLDER = Path(".cache/peers")
 _report = partial(print, file=sys.stderr, flush=True)
 QUICK_WORKLOADS = ("decode-1", "prefill")
-#: Of `--quick`: layers of a random model, rounds, and seconds after which no measurement starts.
+#: With `--quick`: layers of a random model, rounds, and seconds after which no measurement starts.
 _QUICK_LAYERS, _QUICK_ROUNDS, _QUICK_S = 6, 2, 270
 
 
@@ -34,18 +34,18 @@ def run(
     model: str, systems: Sequence[str], workloads: Sequence[str], rounds: int, num_threads: int,
     is_quick: bool,
 ) -> None:  # fmt: skip
-    """The command; `model` is a directory, or a shape of random weights. Raises: UnsupportedCheckpoint, ValueError, OSError."""
+    """The command. `model`: a directory or a random shape. Raises: UnsupportedCheckpoint, ValueError, OSError."""
     ends_at = time.monotonic() + (_QUICK_S if is_quick else float("inf"))
     if is_quick:  # llama.cpp only if it is installed already
         workloads, rounds = QUICK_WORKLOADS, _QUICK_ROUNDS
         systems = [each for each in systems if is_installed(FOLDER, each.partition(":")[0])]
     for names, known in ((systems, SYSTEMS), (workloads, WORKLOADS)):
         if strange := [name for name in names if name not in known]:
-            raise ValueError(f"{strange[0]!r} is unknown; there are {', '.join(known)}")
+            raise ValueError(f"{strange[0]!r} is unknown: choose from {', '.join(known)}")
     checkpoint = _find_checkpoint(model, _QUICK_LAYERS if is_quick else None)
     is_llava = isinstance(find_family(checkpoint)[1], VLMConfig)
     if not is_llava and any(system.startswith("llama.cpp:") for system in systems):
-        raise ValueError("llama.cpp reads only LLaVA here; leave it out of --systems")
+        raise ValueError("llama.cpp is measured with LLaVA only: omit it in --systems")
     num_context = ExamplePrompts(checkpoint).num_tokens
     title = _describe(checkpoint, num_context, num_threads)
     options = {
@@ -56,7 +56,7 @@ def run(
         "folder": str(FOLDER),
     }
     columns = [f"{name}\n{WORKLOADS[name].unit}" for name in workloads]
-    table = new_table("median, and least-most", "system", *columns)
+    table = new_table("median and minimum-maximum", "system", *columns)
     with run_peers(systems, FOLDER, options) as peers:
         found = [_measure(name, peers, rounds, num_context, ends_at) for name in workloads]
     for system in systems:
@@ -82,7 +82,7 @@ def _measure(
 ) -> dict[str, list[float]]:
     """Values of each system in the unit of the workload. Raises: OSError."""
     workload = WORKLOADS[name]
-    if workload.task == "decode":  # the first touches weights and chooses caches
+    if workload.task == "decode":  # the first run reads the weights and chooses caches
         for peer in peers.values():
             peer.ask(workload.task, **workload.arguments)
     found: dict[str, list[float]] = {system: [] for system in peers}
@@ -103,7 +103,7 @@ def _find_checkpoint(model: str, num_layers: int | None) -> Path:
     if not directory.exists():
         _report(f"making {directory}")
         part = directory.with_name(f"{directory.name}.part")
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was cut
+        shutil.rmtree(part, ignore_errors=True)  # left by an interrupted run
         make_checkpoint(model, part, num_layers=num_layers)
         part.rename(directory)
     return directory

@@ -1,6 +1,6 @@
-"""Run one system in a process: it reads questions as JSON lines from stdin and writes answers to stdout.
+"""Runs one system in a process, which reads tasks as JSON lines from stdin and writes results to stdout.
 
-Started by `fleet`, also in environments that lack our packages. Libraries may print what they like: their stdout is our
+Started by `fleet`, also in environments that lack our packages. Output of libraries to stdout is redirected to
 stderr.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def create_peer(system: str, checkpoint: str, **options: Any) -> object:
-    """Load a system, which has a method for each task. Raises: what it raises."""
+    """Load a system, which has a method for each task. Raises: the errors of the system."""
     maker, _, precision = system.partition(":")
     if maker in ("sentence-transformers", "infinity"):
         from benchmarks.peers.embedders import Embedder  # noqa: PLC0415

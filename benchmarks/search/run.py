@@ -18,12 +18,12 @@ from shared.search import Filter, Item
 
 K = 10
 _BATCH = 2000
-#: Passes about one item in a hundred.
+#: A filter that about one item in a hundred passes.
 _RARE = Filter("eq", "group", 7.0)
 
 
 def make_vectors(count: int, dimensions: int, seed: int) -> np.ndarray:
-    """Shapes: [count, dimensions], of length 1."""
+    """Random vectors of length 1. Shapes: (count, dimensions)."""
     shape = np.random.default_rng(0)
     rank = dimensions // 2
     axes = shape.standard_normal((rank, dimensions)) * np.linspace(1, 0.05, rank)[:, None]

@@ -1,9 +1,9 @@
 #!/bin/sh
-# redis-server with redis.conf and the users of users.acl. Further arguments are options of redis-server.
+# Starts redis-server with redis.conf and the users of users.acl. Further arguments are options of redis-server.
 #
-# The passwords are in REDIS_GATEWAY_PASSWORD, REDIS_WORKER_PASSWORD and, where there are nodes or KEDA,
-# REDIS_NODE_PASSWORD and REDIS_KEDA_PASSWORD. The server gets their digests only, in a file that nobody else can read,
-# and forgets the variables.
+# The passwords are in REDIS_GATEWAY_PASSWORD, REDIS_WORKER_PASSWORD and, for nodes and KEDA, REDIS_NODE_PASSWORD and
+# REDIS_KEDA_PASSWORD. The server gets only their digests, in a file that only its user can read. Its environment has
+# no passwords.
 set -eu
 here=$(dirname "$0")
 
@@ -11,8 +11,8 @@ digest() {
     printf %s "$1" | sha256sum | cut -d ' ' -f 1
 }
 
-gateway=$(digest "${REDIS_GATEWAY_PASSWORD:?the password of the gateways}")
-worker=$(digest "${REDIS_WORKER_PASSWORD:?the password of the workers}")
+gateway=$(digest "${REDIS_GATEWAY_PASSWORD:?set the password of the gateways}")
+worker=$(digest "${REDIS_WORKER_PASSWORD:?set the password of the workers}")
 node=$(digest "${REDIS_NODE_PASSWORD:-$(head -c 32 /dev/urandom | sha256sum)}")
 keda=$(digest "${REDIS_KEDA_PASSWORD:-$(head -c 32 /dev/urandom | sha256sum)}")
 umask 077

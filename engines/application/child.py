@@ -42,7 +42,7 @@ class Reply(msgspec.Struct):
 
 _replies = msgspec.json.Decoder(Reply)
 _TOO_DEEP = Reply("error", message="the output is nested too deeply")
-#: Maximum nesting of a value. On Python 3.11, msgspec decodes 998 levels, and the message around the value has some.
+#: Maximum nesting of a value. On Python 3.11, msgspec decodes 998 levels, including those of the message around it.
 _MAX_LEVELS = 800
 
 
@@ -107,7 +107,7 @@ class Child:
         self._unread = bytearray()
         self._log = LogForwarder(self._process.stderr, self._conceal)
         self._looked_at = time.monotonic()
-        self.memory_bytes = 0  #: of all its processes, at the last check
+        self.memory_bytes = 0  #: memory of all its processes at the last check
 
     def send(self, message: bytes) -> None:
         """Queue a message for the process; `receive` writes it."""
@@ -192,7 +192,7 @@ class Child:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
         own: list[psutil.Process] = []
-        with suppress(psutil.Error):  # including those outside its process group
+        with suppress(psutil.Error):  # including children outside its process group
             own = psutil.Process(self._process.pid).children(recursive=True)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

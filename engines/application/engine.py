@@ -32,8 +32,8 @@ from engines.base import (
 from shared.protocol import ErrorCode, FinishReason, Priority, Run, RunOutput, StageTimings, Usage
 
 POLL_S = 0.05
-MAX_TRIES = 2  #: of a task whose process ended
-MAX_ENTERS = 3  #: of a session
+MAX_TRIES = 2  #: tries of a task whose process ended
+MAX_ENTERS = 3  #: attempts to enter a session
 _MAX_STARTS = 3  # consecutive failed starts before the worker gives up
 _ENTER_PAUSE_S = 0.5
 _STOP_S = 2.0
@@ -52,7 +52,7 @@ class TaskInput:
     entered_at: float = 0.0
     num_tries: int = 0
     num_enters: int = 0
-    not_before: float = 0.0  #: of the next attempt to enter
+    not_before: float = 0.0  #: time of the next attempt to enter
     num_published: int = 0
     num_bytes: int = 0
     lines: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._ready_by = 0.0
         #: sessions entered in this process, the latest last
         self._sessions: OrderedDict[str, None] = OrderedDict()
-        self._num_starts = 0  # since the last success
+        self._num_starts = 0  # starts since the last success
         self._stats = EngineStats()
         try:
             child = self._start()
@@ -94,7 +94,7 @@ class ApplicationEngine(Engine[TaskInput]):
         )
 
     def add(self, request: TaskInput) -> None:
-        """Queue a task, interactive ones before others. Raises: InvalidRequest."""
+        """Queue a task; interactive tasks precede batch tasks. Raises: InvalidRequest."""
         present = [*self._waiting, *([self._current] if self._current else [])]
         if any(each.request_id == request.request_id and not each.is_cancelled for each in present):
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
@@ -105,7 +105,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._waiting.insert(place, request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a task; a running one is cancelled, and its process killed after `grace_s`."""
+        """Drop a task. A running task is cancelled; its process is killed if the task has not ended after `grace_s`."""
         current = self._current
         if current is None or current.request_id != request_id or current.is_cancelled:
             self._waiting = deque(each for each in self._waiting if each.request_id != request_id)
@@ -234,11 +234,11 @@ class ApplicationEngine(Engine[TaskInput]):
             case "running", "result" | "error", TaskInput() as task:
                 return self._end(task, reply)
             case _:
-                raise ChildFailed(f"it said {reply.type!r} while it was {self._state}")
+                raise ChildFailed(f"it sent {reply.type!r} while it was {self._state}")
         return []
 
     def _become_idle(self) -> None:
-        """The process is idle; a task that was cancelled meanwhile is done."""
+        """Mark the process as idle. A task that was cancelled meanwhile is done."""
         self._state, self._cancel_until = "idle", 0.0
         if self._current is not None and self._current.is_cancelled:
             self._current = None
@@ -255,7 +255,7 @@ class ApplicationEngine(Engine[TaskInput]):
         task.num_bytes += len(bytes(reply.value))
         if task.num_bytes > self._settings.max_output_bytes:
             most = self._settings.max_output_bytes
-            raise ChildFailed(f"it gave more than {most} bytes for one task")
+            raise ChildFailed(f"it sent more than {most} bytes for one task")
         line = msgspec.json.encode(RunOutput(item=_in_line(reply.value))).decode()
         if task.is_cancelled:
             return []
@@ -272,7 +272,7 @@ class ApplicationEngine(Engine[TaskInput]):
             return self._fail(task, ErrorCode.TASK_FAILED, reply.message)
         if len(bytes(reply.value)) + task.num_bytes > self._settings.max_output_bytes:
             most = self._settings.max_output_bytes
-            text = f"The task's output is larger than {most} bytes: give it in smaller pieces."
+            text = f"The task's output is larger than {most} bytes: return less output."
             return self._fail(task, ErrorCode.TASK_FAILED, text)
         line = msgspec.json.encode(RunOutput(output=_in_line(reply.value))).decode()
         output = self._output(task, [*task.lines, line])
@@ -296,7 +296,7 @@ class ApplicationEngine(Engine[TaskInput]):
         return [EngineOutput(task.request_id, error=message, error_code=code, timings=timings)]
 
     def _timings(self, task: TaskInput) -> StageTimings:
-        """Entering counts as prefill, running as decode."""
+        """Entering the session counts as prefill, running the task as decode."""
         now = time.monotonic()
         entered_at = task.entered_at or now
         return StageTimings(
@@ -332,7 +332,7 @@ def _line(**message: object) -> bytes:
 def load_application_engine(
     settings: ApplicationSettings, progress: Progress | None
 ) -> LoadedEngine:
-    """An application, set up. Raises: EngineStartError, EngineLoadFailed."""
+    """Set up an application. Raises: EngineStartError, EngineLoadFailed."""
     if not settings.entry and not settings.command:
         raise EngineStartError(
             "set VLM_ENGINE__ENTRY to module:Class, or VLM_ENGINE__COMMAND to a program"

@@ -1,6 +1,6 @@
 """Sets resource limits, then executes a program: `launch.py NAME=VALUE ... -- PROGRAM ARGUMENTS`.
 
-It runs without the rest of the package.
+It imports nothing of this package.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     program = arguments[place + 1]
     try:
         os.execv(program, arguments[place + 1 :])
-    except OSError as error:  # which does not name the program
+    except OSError as error:  # the error does not name the program
         sys.exit(f"{program}: {error.strerror}")
 
 

@@ -32,7 +32,7 @@ MAX_FILES = 1024  #: open files of a process
 MAX_FILE_BYTES = 4 * 1024**3
 #: Capacity of /tmp and /dev/shm of an application without a memory limit.
 DEFAULT_TMPFS_BYTES = 1024**3
-#: Capacity of each as a fraction of the memory limit.
+#: Capacities of /tmp and /dev/shm as fractions of the memory limit.
 _TMPFS_RATIOS = {"/tmp": 0.5, "/dev/shm": 0.25}
 
 
@@ -40,7 +40,7 @@ _TMPFS_RATIOS = {"/tmp": 0.5, "/dev/shm": 0.25}
 def find_bubblewrap() -> str | None:
     """The path of bubblewrap, if it is installed and can create namespaces."""
     program = shutil.which("bwrap")
-    # In a container it may create namespaces but not mount /proc.
+    # In some containers, bubblewrap can create namespaces but not mount /proc.
     return program if program and _runs(program) else None
 
 
@@ -60,7 +60,7 @@ def check_isolation(isolation: str) -> None:
     """Raises: EngineStartError if bubblewrap is required and does not run."""
     if isolation == "require" and find_bubblewrap() is None:
         raise EngineStartError(
-            "VLM_NODE__ISOLATION=require: bubblewrap (bwrap) is not installed, or may not make user "
+            "VLM_NODE__ISOLATION=require: bubblewrap (bwrap) is not installed, or cannot make user "
             "namespaces here; install it, or set auto to run applications with limits alone"
         )
 

@@ -1,4 +1,4 @@
-"""Prompts from messages, and text, reasoning and calls from output tokens, for engines that emit tokens.
+"""Builds prompts from messages, and text, reasoning and function calls from the output tokens of an engine.
 
 An `Answer` depends only on its tokens, so a retried request continues after the output tokens of its earlier attempt.
 Times are `time.perf_counter`, which is valid in one process only, so outputs contain durations.
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound=EngineRequest)
 REPORT_EVERY_S = 0.05  #: interval between outputs of an answer that is not streamed
-#: Interval between outputs of a stream, times the number of running requests: each output costs CPU time in worker
-#: and gateway.
+#: Interval between outputs of a stream, multiplied by the number of running requests. Each output costs CPU time in
+#: worker and gateway.
 STREAM_INTERVAL_S = 0.001
 
 
@@ -185,14 +185,14 @@ class PromptingEngine(Engine[Request]):
         )
 
     def _max_output_tokens(self, request: EngineRequest) -> int:
-        """`max_tokens`, limited to the rest of the context length."""
+        """`max_tokens`, limited to the remaining context length."""
         space = self.max_model_len - len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
         return space if max_tokens is None else min(max_tokens, space)
 
 
 def _of_media(request: EngineRequest) -> str:
-    """The second part of the error: tokens of images, audio and videos, and a suggestion."""
+    """Second part of the error message: tokens of images, audio and videos, and a suggestion."""
     videos = [item for item in request.images if item.num_frames]
     counts = Counter[str]()
     for item in request.images:
@@ -212,7 +212,7 @@ def _of_media(request: EngineRequest) -> str:
 
 
 class Answer(Struct, eq=False):
-    """One request: text, stop strings, reasoning, function calls, logprobs, usage and timings."""
+    """The answer to one request: text, stop strings, reasoning, function calls, logprobs, usage and timings."""
 
     request_id: str
     tokenizer: Tokenizer
@@ -232,8 +232,8 @@ class Answer(Struct, eq=False):
     undecided: list[TokenChoice] = field(default_factory=list)
     """Tokens that are not reported yet, because they may be part of a reasoning marker."""
     is_streamed: bool = True
-    holds_tokens: bool = False  #: whether outputs may have the tokens of several steps
-    held: list[TokenChoice] = field(default_factory=list)  #: not reported yet
+    holds_tokens: bool = False  #: whether an output can contain the tokens of several steps
+    held: list[TokenChoice] = field(default_factory=list)  #: tokens that are not reported yet
     reported_at: float = 0.0
 
     @classmethod
@@ -251,7 +251,7 @@ class Answer(Struct, eq=False):
             frozenset(() if sampling.keeps_stop else sampling.stop_token_ids),
             time.perf_counter(),
             is_streamed=request.is_streamed,
-            # Tokens are searched for stop strings at once, because one ends the answer.
+            # A stop string ends the answer, so each token is searched without delay.
             holds_tokens=not sampling.stop,
         )
         if request.output_token_ids:
@@ -336,7 +336,7 @@ class Answer(Struct, eq=False):
     def output(
         self, tokens: Sequence[TokenChoice], reason: FinishReason | None = None
     ) -> EngineOutput:
-        """Add tokens up to a stop string. `reason`: why the last token ends the answer; None: it does not."""
+        """Add tokens up to a stop string. `reason`: the finish reason if the last token ends the answer."""
         detokenizer, text = self.detokenizer, ""
         token_ids: list[int] = []
         logprobs: list[OutputLogprob] = []

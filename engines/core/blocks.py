@@ -1,7 +1,7 @@
 """Allocation of KV blocks and the prefix cache.
 
-Called by the scheduler. A block's hash covers all that its keys and values depend on: the blocks before it, its token
-ids, every image in it with its position, and the tenant's salt.
+Called by the scheduler. A block's hash covers everything that its keys and values depend on: the blocks before it, its
+token ids, every image in it with its position, and the tenant's salt.
 """
 
 from array import array
@@ -19,8 +19,8 @@ class Block:
 
     ref_count: int = 0
     block_hash: bytes | None = None
-    parent_hash: bytes | None = None  #: of a published block
-    token_ids: list[int] | None = None  #: of a published block, compared on a hit
+    parent_hash: bytes | None = None  #: parent of a published block
+    token_ids: list[int] | None = None  #: tokens of a published block, compared on a hit
 
 
 def hash_root(cache_salt: str) -> bytes:
@@ -70,14 +70,14 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without a reference, published ones included."""
+        """Number of blocks without a reference, including published blocks."""
         return len(self._empty) + len(self._evictable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest cached prefix, without the last token: the next one is sampled from it."""
+        """The longest cached prefix. The last token is excluded, because sampling needs its logits."""
         if not self._enable_prefix_cache:
             return []
         found: list[int] = []
@@ -190,7 +190,7 @@ class BlockManager:
         self._is_parking = True
 
     def unpark(self) -> None:
-        """Release the parked blocks; blocks that are freed from now on can be reused at once."""
+        """Release the parked blocks; blocks that are freed from now on can be reused immediately."""
         self._is_parking = False
         while self._parked:
             self._give_back(self._parked.pop())

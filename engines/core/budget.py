@@ -18,12 +18,12 @@ from shared.protocol import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-TOO_LARGE = "A part of the prompt needs more memory than the model's device has: send less."
+TOO_LARGE = "The prompt needs more memory than the model's device has: send a shorter one."
 #: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
-#: Target duration of a step with prompt tokens, relative to a step without. Below 2, the limit, because times vary.
+#: Target duration of a step with prompt tokens, relative to one without. Times vary, so it is below the limit of 2.
 MAX_SLOWDOWN = 1.6
-#: Prompt tokens per step with logprobs; the logits of each have the size of the vocabulary.
+#: Maximum of prompt tokens with logprobs per step. Each needs one logit per token of the vocabulary.
 MAX_SCORED_TOKENS = 512
 _ASYNC_PREFILL_TOKENS = 512  #: prompt tokens of a step that also decodes, on a GPU
 _SMALLEST_CHUNK = 3  # with one decode token, these fill a group of four rows of the CPU kernels
@@ -33,7 +33,7 @@ _TRIES = 2
 _SHRINKING, _GROWING = 0.9, 1.001
 _SHARES = 0.2, 4.0  # bounds of the limit, as multiples of the initial measurement
 _LONGEST_RUN = 64  # steps with prompt tokens after which a step without is measured again
-#: Weight of the newest step in the average time of steps without prompts; the second one applies after a long gap.
+#: Weight of the newest step in the average time of steps without prompts; the second weight applies after a long gap.
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 
 
@@ -49,13 +49,13 @@ class StepBudget(msgspec.Struct):
     num_scored_tokens: int = MAX_SCORED_TOKENS
 
     def fit(self, num_pending: int) -> int:
-        """How many of a sequence's pending tokens fit. A single pending token does not count as prefill."""
+        """Number of a sequence's pending tokens that fit. A single pending token does not count as prefill."""
         if num_pending > self.num_prefill_tokens and num_pending > 1:
             num_pending = self.num_prefill_tokens
         return num_pending if num_pending < self.num_tokens else self.num_tokens
 
     def take(self, num_new: int, num_pending: int, *, is_over_budget: bool = False) -> None:
-        """Spend tokens, possibly more than are left; no prefill budget if the request waits for its image."""
+        """Spend tokens, possibly more than are left. Requests that wait for their image use no prefill budget."""
         self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
         if num_pending > 1 and not is_over_budget:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
@@ -101,8 +101,8 @@ class StepLimits:
     def halve(self, batch: Batch) -> None:
         """Limit steps to half of this batch, or of the present limit if the batch exceeds it.
 
-        Raises: DeviceOutOfMemory if the batch had one token; SequenceFailure if it had one sequence, of which a step
-        computes more than the least limit: an image with bidirectional attention, or a bound prompt.
+        Raises: DeviceOutOfMemory if the batch had one token; SequenceFailure if the limit is one token already and the
+        only sequence has an image or prompt with bidirectional attention, which one step computes.
         """
         if batch.num_tokens == 1:
             raise DeviceOutOfMemory("no memory for a step of one token: lower kv_cache_bytes")
@@ -152,14 +152,14 @@ class PrefillLimit:
     num_tokens: int
     #: Relative increase of the limit per further decoding sequence.
     growth: float = 0.0
-    #: Seconds that encoding images may add to a step that also decodes; follows step times. None: not limited, because
+    #: Seconds that encoding images may add to a step that also decodes, adjusted by step times. None: no limit, because
     #: an asynchronous runner returns before the step is computed.
     spare_s: float | None = None
     #: Whether `num_tokens` is configured, so that step times do not adjust it.
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
-    _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # per batch size
-    # steps since the last one without prompts
+    _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by batch size
+    # steps since the last step without prompt tokens
     _num_mixed: Counter[int] = field(default_factory=Counter, compare=False)
     _stale: set[int] = field(default_factory=set, compare=False)
 
@@ -206,8 +206,8 @@ class PrefillLimit:
 def measure_prefill_limit(runner: ModelRunner, max_tokens: int) -> PrefillLimit:
     """Time steps of an idle runner with growing chunks until one exceeds the target.
 
-    An asynchronous runner is not timed: its decode steps are CUDA graphs and its mixed steps are
-    eager, so their ratio says nothing about the number of tokens.
+    An asynchronous runner is not timed. Its decode steps are CUDA graphs and its mixed steps are
+    eager, so the ratio of their times does not show the cost of prompt tokens.
     """
     if runner.runs_async:
         return PrefillLimit(min(_ASYNC_PREFILL_TOKENS, max_tokens), is_fixed=True)
@@ -242,7 +242,7 @@ class Trial:
         self.longest_chunk = min(free, runner.max_model_len) - 1
 
     def seconds(self, num_streams: int, num_chunk_tokens: int = 0, tries: int = _TRIES) -> float:
-        """Best of a few tries after a warm-up."""
+        """Shortest of `tries` times after a warm-up."""
         items = [self._share(place, [place], 1) for place in range(num_streams)]
         if num_chunk_tokens:
             blocks = list(range(self.most_streams, self._runner.num_blocks))

@@ -24,7 +24,7 @@ _TOKEN_S = 0.005
 DRAFT_S = 0.005
 _SHOWN = 64  #: last tokens of the answer that drafts and `Narrow` see
 IDLE = 4  #: tokens without a forced continuation after which drafting pauses until punctuation
-#: Idle count after punctuation: free text is recognized after `IDLE` - 2 tokens without a forced continuation.
+#: Idle count after punctuation, so that drafting pauses again after 2 tokens without a forced continuation.
 _BEHIND_SIGN = 2
 
 TOO_COMPLEX = (
@@ -51,14 +51,14 @@ Narrow = Callable[[bytes, Items[int]], bytes]
 class Constraint:
     _matcher: "LLMatcher"
     drafts: "Drafter | None" = None
-    speller: "Drafter | None" = None  #: spells forced text; None: in any tokens
+    speller: "Drafter | None" = None  #: tokenizes forced text; None: any tokenization is allowed
     _narrow: Narrow | None = None
     source: str = ""  #: the grammar without reasoning, in the syntax of llguidance
     _num_consumed: int = 0
     _mask: bytes | None = None  # at the matcher's position
     _cpu_s: float = 0.0
     _slowest_s: float = 0.0
-    _num_idle: int = 0  # tokens since the last one with a forced continuation
+    _num_idle: int = 0  # tokens since the last forced continuation
 
     def begin(self) -> "Constraint":
         """Copy the constraint for the start of another answer."""
@@ -66,7 +66,7 @@ class Constraint:
         return replace(self, _matcher=self._matcher.deep_copy())
 
     def is_silent(self, token_ids: Items[int]) -> bool:
-        """Whether there is no draft after these tokens: without a drafter, or within free text."""
+        """Whether no draft is possible after these tokens: without a drafter, or within free text."""
         drafts = self.drafts
         return drafts is None or (self._num_idle >= IDLE and not drafts.resumes(token_ids[-1]))
 

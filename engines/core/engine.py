@@ -81,7 +81,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         )
         self._shows_tools = config.tools == "any" or processor.shows_tools
         self._answers: dict[str, Answer] = {}  # by request
-        self._finished_early: list[EngineOutput] = []  # of requests that were already complete
+        self._finished_early: list[EngineOutput] = []  # of requests that were complete when added
         self._startup_s = dict(startup_s or {})
         self._num_steps = 0
 
@@ -139,7 +139,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
         num_positions = self.max_model_len - max_output_tokens
         if max(map(max, request.positions), default=0) >= num_positions:
             raise InvalidRequest(
-                f"the prompt's images and videos have positions beyond {num_positions - 1}: send fewer"
+                f"the prompt's images and videos need positions beyond {num_positions - 1}: send fewer"
             )
         sequence = Sequence.from_request(request, max_output_tokens, self.tokenizer.eos_token_ids)
         sequence.images = tuple(

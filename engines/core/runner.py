@@ -1,4 +1,4 @@
-"""The interface of a backend, implemented by mock and torch, and the sampling after drafts, which both share.
+"""Interfaces of a backend (mock or torch), and the sampling of drafted tokens, which the backends share.
 
 A `ModelRunner` computes steps on the engine thread. A `Processor` turns messages and images into prompts; it is
 thread-safe.
@@ -126,16 +126,16 @@ def sample_drafts(
 class StepResult(Struct):
     """The result of a step: one token per item, or None if the item's prompt is unfinished.
 
-    `vision_s` is the time of image encoding. `over_budget` requests need several steps for their image, so the next
+    `vision_s` is the time of image encoding. `over_budget` are requests whose image needs several steps, so the next
     step that also decodes will not compute them.
     """
 
     choices: list[TokenChoice | None]
     vision_s: float = 0.0
-    #: Tokens computed of requests whose scheduled tokens reach an image that is not encoded: those before it, or 0.
+    #: For requests whose scheduled tokens reach an unencoded image: number of computed tokens before it, or 0.
     num_computed: dict[str, int] = field(default_factory=dict)
     over_budget: frozenset[str] = frozenset()
-    #: By request, for the tokens of `ScheduledSequence.scored`.
+    #: Scores by request, for the tokens of `ScheduledSequence.scored`.
     prompt_scores: dict[str, list[PromptScore]] = field(default_factory=dict)
 
 
@@ -214,7 +214,7 @@ class Processor(Protocol):
     reasoning: "Reasoning | None"  #: the reasoning markers of the model
     tool_format: "ToolFormat"  #: the function call format of the model
     shows_tools: bool  #: whether the chat template lists functions
-    spelled: Mapping[int, str]  #: special tokens that begin or end a call
+    spelled: Mapping[int, str]  #: texts of special tokens that begin or end a call
     template_options: frozenset[str]  #: variables of the chat template that requests may set
 
     def process_image(self, image: Image.Image, pixels: PixelLimits = NO_LIMITS) -> Any:

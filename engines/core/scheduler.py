@@ -32,7 +32,7 @@ from shared.protocol import FinishReason
 class Scheduler:
     """Owns every sequence from `add` to `finish`.
 
-    No sequence starves: the oldest running one can preempt all younger ones, each sequence fits into the pool at its
+    No sequence starves: the oldest running sequence can preempt all others, each sequence fits into the pool at its
     maximum length, and a batch sequence is overtaken a limited number of times.
     """
 
@@ -40,7 +40,7 @@ class Scheduler:
     _limits: StepLimits
     max_num_seqs: int
     eos_token_ids: Set[int]
-    binds_prompts: bool = False  #: a prompt is computed in one step, whatever the budget
+    binds_prompts: bool = False  #: a prompt is computed in one step, regardless of the budget
     speculator: Speculator | None = None
     num_preemptions: int = 0
     running: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)  #: oldest first
@@ -250,7 +250,7 @@ class Scheduler:
         """Limit the tokens so that they do not reach an image that this step cannot encode.
 
         An image in which the last chunk of a running sequence ended is already encoded. Images and prompts with
-        bidirectional attention are computed in one step, whatever the budget.
+        bidirectional attention are computed in one step, regardless of the budget.
         """
         if self.binds_prompts and num_new > 0:
             for image in sequence.images:
@@ -270,7 +270,7 @@ class Scheduler:
         return num_new
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for a running sequence. If too few are free, preempt the youngest, finally this one."""
+        """Allocate blocks for a running sequence. If too few are free, preempt the youngest ones, finally this one."""
         while not self.blocks.grow(sequence, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
@@ -298,7 +298,7 @@ def _to_end_of_run(image: ImageInput, start: int, num_new: int) -> int:
 
 
 def _enter(queue: OrderedDict[str, Sequence], sequence: Sequence, *, first: bool = False) -> None:
-    """Queue a sequence last, or first, in its class; interactive ones precede batch work."""
+    """Queue a sequence at the end or start of its class; interactive sequences precede batch work."""
     is_preemptible = sequence.is_preemptible
     is_new = sequence.request_id not in queue
     if is_new and not first and (is_preemptible or not _ends_with_batch_work(queue)):
@@ -351,7 +351,7 @@ class StepPipeline:
         return self._ahead is not None
 
     def run(self, runner: ModelRunner) -> tuple[Batch, StepResult]:
-        """Compute the step launched ahead, else the scheduler's next, without sequences that have ended meanwhile.
+        """Compute the step launched ahead, else the scheduler's next step. Drops sequences that ended meanwhile.
 
         Returns an empty batch after an out-of-memory error. Raises: SequenceFailure, DeviceOutOfMemory if steps
         cannot be smaller; no step is in flight then.
@@ -411,7 +411,7 @@ class StepPipeline:
         Changes block tables only.
         """
         scheduler = self._scheduler
-        # others ended since they were planned
+        # other sequences ended since they were planned
         running = [
             (place, item) for place, item in enumerate(batch.items) if item.sequence.is_running
         ]

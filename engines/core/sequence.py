@@ -19,7 +19,7 @@ NO_OPTIONS: Mapping[str, TemplateOption] = {}
 
 @dataclass(frozen=True, slots=True)
 class ImageInput:
-    """An image in a prompt: `num_tokens` tokens from `offset`. Image features replace the placeholder tokens (slots).
+    """An image in a prompt: `num_tokens` tokens at `offset`. Image features replace the placeholder tokens (slots).
 
     `image_hash` identifies the image and its processing in every cache; `pixels` is the output of the runner's image
     processor. The image's other tokens, such as line breaks, are embedded as text.
@@ -64,7 +64,7 @@ class EngineRequest:
     is_streamed: bool = True
     is_thinking: bool = False  #: the prompt ends within the reasoning
     is_raw: bool = False  #: reasoning is not separated from the text
-    positions: Positions = ()  #: of the prompt; output tokens continue after the largest
+    positions: Positions = ()  #: positions of the prompt; output continues after the largest
     adapter: Adapter | None = None
     tool_format: "ToolFormat | None" = None  #: set if the answer may call functions
     constraint: Constraint | None = None  #: grammar of the answer, at its start
@@ -179,14 +179,14 @@ class Sequence(Struct, eq=False):
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Leading tokens that may come from the prefix cache: those whose logits are not needed."""
+        """Number of leading tokens that may come from the prefix cache, because their logits are not needed."""
         if self.num_scored_tokens < self.num_prompt_tokens:
             return max(self.num_scored_tokens - 1, 0)
         return len(self.token_ids) - 1
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens to compute before the next one can be sampled."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed_tokens
 
 
@@ -195,9 +195,9 @@ class ScheduledSequence(Struct, eq=False):
 
     sequence: Sequence
     num_new_tokens: int  #: the next pending tokens, and the `draft`
-    #: With an index, the new token is the one that the item with this index samples in the step in flight.
+    #: Index of the item that samples the new token in the step in flight; None: the token is known.
     in_flight_index: int | None = None
-    draft: tuple[int, ...] = ()  #: follows the end of the sequence
+    draft: tuple[int, ...] = ()  #: draft tokens, which follow the end of the sequence
     start: int = 0
     end: int = 0
     samples: bool = False  #: whether the sequence's end is reached, so that a token is sampled
@@ -244,7 +244,7 @@ class ScheduledSequence(Struct, eq=False):
 def shorten(
     items: Items[ScheduledSequence], num_tokens: Mapping[str, int]
 ) -> list[ScheduledSequence | None]:
-    """The items with fewer tokens, by request; None for 0 tokens."""
+    """The items, shortened to the `num_tokens` of their requests; None for 0 tokens."""
     return [
         item if (num := num_tokens.get(item.sequence.request_id)) is None
         else ScheduledSequence(item.sequence, num) if num else None

@@ -17,7 +17,7 @@ class BatchingSettings(EngineSettings):
     max_mixed_prefill_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of prompt tokens per step while other requests decode; empty: measured, so that prompts make
     a step less than twice as long."""
-    #: Launch a step before the tokens of the previous one are known; none: only on a GPU.
+    #: Launch a step before the tokens of the previous step are known; None: only on a GPU.
     overlap_steps: bool | None = Field(default=None, json_schema_extra=UNLISTED)
     speculation: Literal["auto", "ngram", "off"] = "auto"
     """Speculative decoding, used while it saves time; it does not change answers. `auto`: drafts from
@@ -33,7 +33,7 @@ class BatchingSettings(EngineSettings):
     """Share KV blocks of equal prefixes."""
     encoder_cache_bytes: int = Field(default=256 * MIB, ge=0)
     """Size of the image feature cache."""
-    #: None: as many as `kv_cache_bytes` holds.
+    #: Number of KV blocks; None: as many as fit into `kv_cache_bytes`.
     num_kv_blocks: int | None = Field(default=None, ge=1, le=1 << 24, json_schema_extra=UNLISTED)
     max_images_per_step: int = Field(default=8, ge=1)
     """Maximum number of images encoded per step."""

@@ -29,15 +29,15 @@ _MAX_INDEXED = 2048
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: Prior acceptance rates.
 _FORCED_RATE, _RATE = 0.9, 0.5
-#: Acceptance rate above which an unprofitable draft is reconsidered after this many tokens.
+#: Acceptance rate above which an unprofitable draft is reconsidered early, after this many tokens.
 _LIKELY, _REST = 0.6, 8
-#: Acceptance rate above which an unprofitable draft is not retried.
+#: Acceptance rate above which a successful trial does not resume drafting.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
 #: Weights of the newest token in the acceptance rates of a sequence and of grammar drafts.
 _NEWEST_OF_SEQUENCE, _NEWEST_OF_FORCED = 0.3, 0.05
-#: Steps with drafts after which one runs without, to measure its time.
+#: Consecutive steps with drafts, after which a step without drafts runs to measure its time.
 _PLAIN_EVERY = 64
 #: Tokens until the next trial draft of a sequence whose drafts do not pay: first and longest.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
@@ -66,7 +66,7 @@ class History:
     _is_trial: bool = False  # whether its last draft was a trial
     _key: int = 0  # the n-gram before the first position that is not indexed
     _latest: dict[int, int] = field(default_factory=dict)
-    # by position; 0: none
+    # by position: the position after the previous equal n-gram; 0: none
     _earlier: "array[int]" = field(default_factory=lambda: array("i", [0] * _NGRAM))
 
     def rests(self, sequence: Sequence) -> bool:
@@ -233,7 +233,7 @@ class Speculator:
     def _longest(self, p: float, most: int, num_running: int) -> tuple[int, float]:
         """The best draft length and the expected number of accepted tokens.
 
-        `p` is the acceptance rate. A length of unknown cost is tried only if the next shorter one is known.
+        `p`: acceptance rate. A length of unknown cost is tried only if the cost of the next shorter length is known.
         """
         num_sure, num_planned = num_running + self._num_expected, self._num_planned
         best = num_sure / (1 + self._cost(num_running, num_planned))

@@ -1,6 +1,6 @@
 """An engine without a model: real scheduling, blocks and text, simulated computation.
 
-For tests and development. An answer is the SHAKE-128 stream of its prompt, read as words: a token depends on prompt,
+For tests and development. An answer is the SHAKE-128 stream of its prompt, read as words. A token depends on prompt,
 images, seed and position only, so the answer is the same when batched, preempted or taken over.
 """
 
@@ -75,7 +75,7 @@ VOCAB_SIZE = FIRST_WORD_ID + len(WORDS)
 
 MAX_MODEL_LEN = 8192
 KV_BYTES_PER_TOKEN = 1024
-#: Limit of the blocks of `kv_cache_bytes`; only the list of blocks takes memory.
+#: Limit of blocks computed from `kv_cache_bytes`, because the mock allocates a list of all blocks.
 _MAX_KV_BLOCKS = 1 << 20
 _SPECIAL = {EOS_ID: "<eos>", IMAGE_ID: "<image>"}
 FEATURE_BYTES_PER_TOKEN = 1024
@@ -88,7 +88,7 @@ NO_THINKING = list(b"<think>\n\n</think>\n\n")
 
 
 class MockSettings(BaseModel):
-    """What the mock simulates. Units: seconds, tokens."""
+    """Parameters of the simulation. Units: seconds, tokens."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -103,7 +103,7 @@ class MockSettings(BaseModel):
     num_reasoning_tokens: int = Field(default=0, ge=0)
     """Reasoning words before an answer, in `<think>`."""
     num_output_tokens: int = Field(default=24, ge=1)
-    """Tokens of an answer that nothing else ends."""
+    """Tokens of an answer, unless the request ends or extends it."""
 
 
 class MockEngineSettings(BatchingSettings):
@@ -113,7 +113,7 @@ class MockEngineSettings(BatchingSettings):
 
 
 class MockTokenizer:
-    """One token per byte, and one per word of the answers with its leading space."""
+    """A vocabulary of all bytes, and of the answers' words with a leading space."""
 
     vocab_size = VOCAB_SIZE
     eos_token_ids = frozenset({EOS_ID})
@@ -144,7 +144,7 @@ class MockMedia(Struct, frozen=True):
 
 
 class MockProcessor:
-    """Prompts in a simple template."""
+    """Builds prompts with a simple template."""
 
     is_quick = True
     decodes_images = False
@@ -164,12 +164,12 @@ class MockProcessor:
         return image.size
 
     def process_video(self, video: OpenVideo) -> MockMedia:
-        """A token for each frame. Raises: InvalidImage."""
+        """One token per frame. Raises: InvalidImage."""
         num_frames = len(video.frames(sample_evenly(video)))
         return MockMedia(num_frames, num_frames)
 
     def process_audio(self, audio: OpenAudio) -> MockMedia:
-        """Ten tokens a second. Raises: InvalidImage."""
+        """Ten tokens per second. Raises: InvalidImage."""
         return MockMedia(-(-len(audio.samples(16_000)) // 6400), kind="audio")
 
     def build_prompt(
@@ -238,8 +238,8 @@ class MockRunner:
         self.block_size = settings.block_size
         self.num_blocks = _num_kv_blocks(settings)
         self._mock = settings.mock
-        self._answers: dict[str, bytes] = {}  # by request: its stream of words so far
-        self._held_images: dict[str, set[str]] = {}  # by request: images with features
+        self._answers: dict[str, bytes] = {}  # stream of words so far, by request
+        self._held_images: dict[str, set[str]] = {}  # images with features, by request
         self._encoder_cache: OrderedDict[str, int] = OrderedDict()  # bytes by image, oldest first
         self._encoder_cache_limit = settings.encoder_cache_bytes
         self._encoder_cache_bytes = 0
@@ -411,7 +411,7 @@ _CLOSING = tuple(b'}]",0')
 
 
 def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
-    """The token, if the grammar allows it, else another; instead of EOS one that closes a JSON value."""
+    """The token if the grammar allows it, else another one: instead of EOS, one that closes a JSON value."""
     allowed = [t for t in range(VOCAB_SIZE) if mask[t >> 3] >> (t & 7) & 1]
     if token_id in allowed:
         return token_id
@@ -424,7 +424,7 @@ def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
 
 
 class MockEngine(BatchingEngine):
-    """The engine over a mock: functions are called whenever allowed, and images opened but not decoded."""
+    """Batching over a mock runner. It calls functions whenever allowed, and opens images without decoding them."""
 
     def prepare_image(self, data: bytes, image: ImageRef, decode: Decode) -> tuple[int, int]:
         with open_image(data, (image.width, image.height)) as opened:
@@ -447,7 +447,7 @@ def load_mock_engine(settings: MockEngineSettings, progress: Progress | None) ->
 
 
 def _num_kv_blocks(settings: MockEngineSettings) -> int:
-    """The configured number, else enough for all sequences at their maximum length."""
+    """The configured number, else enough blocks for all sequences at their maximum length."""
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
     if settings.kv_cache_bytes is not None:

@@ -122,7 +122,7 @@ class MockPoolingModel(PoolingModel):
 
 
 def numbers_of(row: Row) -> "array[float]":
-    """The result of a row; with 0 dimensions a score between 0 and 1."""
+    """The vector of a row; with 0 dimensions, a score between 0 and 1, or its logarithm if it is not normalized."""
     if row.dimensions == 0:
         stream = hashlib.shake_128(row.content).digest(4)
         score = int.from_bytes(stream, "little") / 2**32

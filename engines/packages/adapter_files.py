@@ -1,4 +1,4 @@
-"""The files of a LoRA adapter, read without trust: safetensors only, limited in size, every field known.
+"""Reads the untrusted files of a LoRA adapter: safetensors only, limited in size, without unknown fields.
 
 Source: peft's `LoraConfig`.
 """
@@ -34,7 +34,7 @@ class AdapterFiles:
 def read_adapter(directory: Path, limits: AdapterLimits) -> AdapterFiles:
     try:
         return _read(directory, limits)
-    except UnsupportedCheckpoint as error:  # of a field
+    except UnsupportedCheckpoint as error:  # an invalid field
         raise BadAdapter(str(error)) from None
     except OSError as error:
         raise BadAdapter(f"the adapter cannot be read ({error.strerror})") from None
@@ -53,7 +53,7 @@ def _read(directory: Path, limits: AdapterLimits) -> AdapterFiles:
     num_bytes = sum(file.stat().st_size for file in (config_file, weights_file))
     if num_bytes > limits.max_bytes:
         raise BadAdapter(
-            f"the adapter has {num_bytes} bytes, and at most {limits.max_bytes} are allowed "
+            f"the adapter has {num_bytes} bytes, but the limit is {limits.max_bytes} "
             "(VLM_LIMITS__MAX_LORA_BYTES)"
         )
     config = read_json(config_file)
@@ -64,7 +64,7 @@ def _read(directory: Path, limits: AdapterLimits) -> AdapterFiles:
 
 
 def _check(config: Fields, limits: AdapterLimits) -> None:
-    """Raises: BadAdapter, UnsupportedCheckpoint, for what is not plain LoRA."""
+    """Raises: BadAdapter, UnsupportedCheckpoint, for anything but plain LoRA."""
     config.one_of("peft_type", ("LORA",), "missing")
     config.whole("r", at_most=limits.max_rank)
     config.number("lora_alpha", above=0, at_most=MAX_ALPHA)
@@ -73,7 +73,7 @@ def _check(config: Fields, limits: AdapterLimits) -> None:
         raise config.refuse("use_dora", "is true: DoRA is not supported; merge the adapter")
     if config.get("modules_to_save"):
         names = shown(config.get("modules_to_save"))
-        raise config.refuse("modules_to_save", f"is {names}: whole modules are not adapters; merge")
+        raise config.refuse("modules_to_save", f"is {names}: only LoRA is supported; merge it")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise config.refuse("bias", "is trained: biases are not supported; train with bias='none'")
     init = config.get("init_lora_weights", True)

@@ -61,7 +61,7 @@ class CachedModel:
 
 
 def list_models() -> list[CachedModel]:
-    """Built-in models, then cached ones by name."""
+    """Built-in models, then cached models by name."""
     built_in = [
         CachedModel(
             name,

@@ -13,7 +13,7 @@ from typing import Any
 
 from engines.base import UnsupportedCheckpoint
 
-MAX_FILE_BYTES = 128 * 1024 * 1024  # the largest tokenizer.json known has 33 MB
+MAX_FILE_BYTES = 128 * 1024 * 1024  # the largest known tokenizer.json has 33 MB
 
 _repr = reprlib.Repr()
 _repr.maxstring = _repr.maxother = 80
@@ -30,7 +30,7 @@ def one_line(error: BaseException | str) -> str:
 
 
 def name_some(names: list[str], most: int) -> str:
-    """The first names, and the number of the others."""
+    """The first `most` names, and the number of further names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
@@ -75,7 +75,7 @@ def quantization_section(config: "Fields") -> "Fields":
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """An object of a JSON file; absent is null. All methods raise UnsupportedCheckpoint for an invalid field."""
+    """An object of a JSON file. An absent field is null. Methods raise UnsupportedCheckpoint for an invalid field."""
 
     file: str
     values: Mapping[str, Any]
@@ -94,7 +94,7 @@ class Fields:
         """A nested object, empty if absent."""
         value = self.get(name, {})
         if not isinstance(value, dict):
-            raise self.refuse(name, f"is {shown(value)}, no object")
+            raise self.refuse(name, f"is {shown(value)}, not an object")
         return Fields(self.file, value, f"{self.path}{name}.")
 
     def whole(self, name: str, default: Any = None, *, at_least: int = 1, at_most: int) -> Any:
@@ -103,7 +103,7 @@ class Fields:
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if not is_whole or not at_least <= value <= at_most:
                 limits = f"from {at_least} to {at_most}"
-                raise self.refuse(name, f"is {shown(value)}, no integer {limits}")
+                raise self.refuse(name, f"is {shown(value)}, not an integer {limits}")
         return value
 
     def number(self, name: str, default: Any = None, *, above: float, at_most: float) -> Any:
@@ -115,7 +115,7 @@ class Fields:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not above < value <= at_most:
             limits = f"above {above:g} and up to {at_most:g}"
-            raise self.refuse(name, f"is {shown(value)}, no number {limits}")
+            raise self.refuse(name, f"is {shown(value)}, not a number {limits}")
         return float(value)
 
     def flag(self, name: str, default: Any = None) -> Any:

@@ -13,7 +13,7 @@ from shared.protocol import SamplingDefaults
 
 _FILE = "generation_config.json"
 _MAX_TOKENS = 2**31 - 1
-_NEAR = 1e-9  #: includes a lower limit
+_NEAR = 1e-9  #: makes an exclusive lower limit inclusive
 
 logger = logging.getLogger(__name__)
 

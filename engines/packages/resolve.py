@@ -68,8 +68,8 @@ def resolve_model(
 ) -> Path:
     """The directory of a built-in name, a directory or a hub id `org/name[@revision]`; or a GGUF file.
 
-    Downloads missing files, or only those other than weights; `report` is called with the progress, otherwise a
-    progress bar is shown. Raises: ModelUnavailable, and errors of `check`.
+    Downloads missing files; without `needs_weights`, all except weights. `report` is called with the progress; without
+    it, a progress bar is shown. Raises: ModelUnavailable, and errors of `check`.
     """
     if path := _on_disk(model):
         return path
@@ -127,7 +127,7 @@ def _fetch(
         raise ModelUnavailable(f"{repo} is not a hub id (org/name): {error}") from None
     except HfHubHTTPError as error:
         status = error.response.status_code
-        raise ModelUnavailable(f"{constants.ENDPOINT} answers {status} for {repo}") from None
+        raise ModelUnavailable(f"{constants.ENDPOINT} returned {status} for {repo}") from None
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
@@ -167,7 +167,7 @@ def _download(repo: str, revision: str | None, report: Report | None, check: Che
         if missing := find_missing_weights(small, names):
             raise ModelUnavailable(
                 f"{repo} is not complete: it lacks {len(missing)} of the files that its {_INDEX_FILE} "
-                f"names, {missing[0]} first; look for another revision"
+                f"names, such as {missing[0]}; look for another revision"
             )
         if check is not None:
             check(small, sum(file.file_size or 0 for file in weights))
@@ -183,7 +183,7 @@ def _plan(repo: str, revision: str | None) -> list[Any] | None:
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except OSError as error:  # DryRunError, or a failed request
-        if isinstance(error.__cause__, RepositoryNotFoundError):  # includes gated ones
+        if isinstance(error.__cause__, RepositoryNotFoundError):  # includes gated repositories
             raise error.__cause__ from None
         return None
 

@@ -1,7 +1,7 @@
 """Selects the inputs of a step, and caches results by input, with limits of memory and age. Torch-free.
 
-The oldest input is always included, the rest of the budget goes to inputs of similar length. This limits padding; models
-without padding compute rows of one length in one attention call. No input starves.
+The oldest input is always included, so no input starves; the remaining budget is for inputs of similar length. This
+limits padding. Models without padding compute rows of one length in one attention call.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any
 
 NOT_FINITE = "The model's numbers for an input are not finite: send another input."
 _key = attrgetter("key")
-#: Overhead of an entry.
+#: Overhead of a cache entry.
 _ENTRY_BYTES = 256
 
 
@@ -28,9 +28,9 @@ class Row:
     kind: str = "text"
     num_image_tokens: int = 0
     num_padding: int = 0  #: padding among its tokens
-    #: Equal for rows of a kind and equal options with equal results; empty: not cached.
+    #: Rows of equal kind, options and identity have equal results; empty: not cached.
     identity: bytes = b""
-    dimensions: int = 0  #: of the vector; 0: all, or a score
+    dimensions: int = 0  #: dimensions of the vector; 0: all, or a score
     is_normalized: bool = True
     result: bytes = b""  #: little-endian float32
     error: str = ""  #: why the row has no result; the call fails with this message
@@ -69,7 +69,7 @@ class Waiting:
         self.num_tokens -= row.num_tokens
 
     def take(self, max_tokens: int, max_rows: int) -> list[Row]:
-        """Remove the rows of the next step, shortest first: at least the oldest one, whatever its length."""
+        """Remove the rows of the next step, shortest first: at least the oldest one, regardless of its length."""
         oldest = next(iter(self._by_age.values()))
         rows = self._by_length[oldest.kind]
         begin = bisect_left(rows, oldest.key, key=_key)
@@ -89,7 +89,7 @@ class Waiting:
 
 
 def _nearer(rows: list[Row], below: int, above: int, num_tokens: int) -> int | None:
-    """The index of the row with the nearer length; of equal ones the shorter."""
+    """The index of the row whose length is nearer; the shorter row if both are equally near."""
     if below < 0 or above >= len(rows):
         return above if above < len(rows) else below if below >= 0 else None
     shorter_by = num_tokens - rows[below].num_tokens
@@ -106,7 +106,7 @@ def cache_key(tenant: str, row: Row) -> bytes:
 
 
 class ResultCache:
-    """Not thread-safe."""
+    """A cache of results by input. Not thread-safe."""
 
     def __init__(
         self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
@@ -133,7 +133,7 @@ class ResultCache:
         return result
 
     def keep(self, key: bytes, result: bytes) -> None:
-        """Add a result, evicting the least recently used ones."""
+        """Add a result, and evict the least recently used results."""
         if key in self._entries:
             return
         self._entries[key] = result, self._clock()

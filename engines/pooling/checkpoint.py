@@ -15,7 +15,7 @@ from engines.packages.checkpoint_json import load_json, read_json, shown
 Pooling = Literal["cls", "mean", "max", "last"]
 _TOKENS = re.compile("_?tokens?$")  #: end of the names of flags in older versions
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
-_MAX_SIZE = 1 << 16  # of a vector
+_MAX_SIZE = 1 << 16  # limit of a vector's dimensions
 _MAX_TOKENS = 2**31 - 1
 #: Files that determine the output.
 _DIGESTED = ("*.safetensors", "*.json", "*/*.json", "*.txt", "*.model")
@@ -40,10 +40,10 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class SentenceConfig:
-    """Pooling of a model's last layer, and prompts before its texts."""
+    """Pooling of a model's last layer, and the prompts that precede its texts."""
 
     pooling: Pooling = "mean"
-    modules: tuple[DenseConfig | Normalize, ...] = ()  #: after the pooling, in order
+    modules: tuple[DenseConfig | Normalize, ...] = ()  #: modules after the pooling, in order
     prompts: dict[str, str] = field(default_factory=dict)
     #: Name of the prompt for requests that do not choose one.
     default_prompt: str = ""
@@ -51,7 +51,7 @@ class SentenceConfig:
 
 
 def read_sentence_config(directory: Path) -> SentenceConfig:
-    """Without `modules.json`: mean pooling, not normalized. Raises: UnsupportedCheckpoint."""
+    """Without `modules.json`, vectors are mean-pooled and not normalized. Raises: UnsupportedCheckpoint."""
     modules = load_json(directory / "modules.json", [])
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise UnsupportedCheckpoint("modules.json is not a list of objects")
@@ -91,7 +91,7 @@ def read_shorter_dimensions(directory: Path, whole: int) -> tuple[int, ...]:
     name, fields = "matryoshka_dimensions", read_json(directory / "config.json")
     found = fields.get(name, [])
     if not isinstance(found, list) or not all(isinstance(each, int) and each > 0 for each in found):
-        raise fields.refuse(name, f"is {shown(found)}, no list of positive integers")
+        raise fields.refuse(name, f"is {shown(found)}, not a list of positive integers")
     return tuple(sorted(each for each in found if each < whole))
 
 

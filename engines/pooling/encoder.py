@@ -20,7 +20,7 @@ from engines.pooling.texts import Texts
 
 #: Largest ratio of padding to real tokens in a batch of padded rows.
 MAX_PADDING_RATIO = 0.15
-#: Tokens of packed rows per forward pass on a CPU; more are not faster and take more memory.
+#: Tokens of packed rows per forward pass on a CPU; more are not faster and use more memory.
 MAX_CPU_TOKENS = 2048
 #: Model types with `PackedLayers`, and the position of a row's first token.
 PACKED_TYPES: dict[str, int | None] = {
@@ -78,7 +78,7 @@ class Encoder(PoolingModel):
         give_vectors(rows, self._head(vectors))
 
     def _hidden(self, rows: Sequence[Row]) -> Iterator[Tensor]:
-        """The last layer of groups of rows of one length; (n, 1, E) if one token of each row is kept."""
+        """Outputs of the last layer by groups of rows of one length; (n, 1, E) if one token of each row is kept."""
         if self._layers is None:
             for group in padded_groups(rows):
                 yield from self._padded(group)
@@ -161,7 +161,7 @@ def first_position(config: Any) -> int:
 
 
 def parts(rows: Sequence[Row], num_tokens: int) -> Iterator[Sequence[Row]]:
-    """Rows in parts of at most this many tokens, or of one row."""
+    """Split rows into parts of at most `num_tokens` tokens, or of one longer row."""
     begin = size = 0
     for index, row in enumerate(rows):
         if index > begin and size + row.num_tokens > num_tokens:

@@ -38,7 +38,7 @@ from shared.protocol import (
 
 #: Maximum number of rows of a step, even if they are short.
 MAX_ROWS_PER_STEP = 512
-#: Waiting work, in steps, that the engine accepts, so that each step is full.
+#: Number of steps of waiting work that the engine accepts, so that each step is full.
 STEPS_AHEAD = 2
 
 
@@ -102,7 +102,7 @@ class PoolingInput:
     rows: list[Row]
     added_at: float = 0.0
     first_step_at: float = 0.0
-    image_s: float = 0.0  #: of steps with images
+    image_s: float = 0.0  #: time of steps with images
     num_left: int = 0
     num_cached_tokens: int = 0
 
@@ -131,7 +131,7 @@ class PoolingEngine(Engine[PoolingInput]):
         self._settings = settings
         self._startup_s = dict(startup_s or {})
         self._calls: dict[str, PoolingInput] = {}
-        self._owners: dict[Row, PoolingInput] = {}  # of waiting rows
+        self._owners: dict[Row, PoolingInput] = {}  # calls of waiting rows
         self._waiting = {priority: Waiting() for priority in Priority}
         self._results = ResultCache(settings.result_cache_bytes, settings.result_cache_s)
         self._answered: list[PoolingInput] = []  # calls answered from the cache
@@ -157,7 +157,7 @@ class PoolingEngine(Engine[PoolingInput]):
             dimensions = task.dimensions or self._model.dimensions
             # Checked again: a gateway may have an older card.
             if dimensions not in (self._model.dimensions, *self._model.shorter_dimensions):
-                raise InvalidRequest(f"the model has no vectors of {dimensions}", "dimensions")
+                raise InvalidRequest(f"the model has no vectors of size {dimensions}", "dimensions")
             if task.prompt_name and task.prompt_name not in self._model.prompts:
                 raise InvalidRequest("the model has no prompt of this name", "prompt_name")
         rows = self._model.rows(task, images)
@@ -181,7 +181,7 @@ class PoolingEngine(Engine[PoolingInput]):
         if request.request_id in self._calls:
             raise InvalidRequest(f"request {request.request_id} is running already")
         if not request.rows:
-            raise InvalidRequest("the request has no inputs")
+            raise InvalidRequest("the request has no inputs: send at least one")
         request.added_at, request.num_left = time.perf_counter(), len(request.rows)
         self._calls[request.request_id] = request
         for row in request.rows:
@@ -240,7 +240,7 @@ class PoolingEngine(Engine[PoolingInput]):
         return [self._finish(call) for call in dict.fromkeys(calls) if call.num_left == 0]
 
     def _compute(self, rows: Sequence[Row], calls: Sequence[PoolingInput]) -> None:
-        """Set the results of rows; of equal ones, the first is computed."""
+        """Set the results of rows. Of equal rows, only the first is computed."""
         firsts: dict[Row | bytes, Row] = {}
         for row, call in zip(rows, calls, strict=True):
             if row.cache_key not in firsts and not self._take_cached(row, call):

@@ -1,8 +1,8 @@
 """Transformer layers of BERT-like encoders over packed rows, with a fused QKV projection.
 
-They replace the encoder in a transformers model; its embeddings and heads are kept. The modules of
-sentence-transformers behind the pooling follow. On a CPU, linear layers are replaced by faster ones: in float32 and
-bfloat16, weights are reordered once for oneDNN, and an activation after the layer is fused; in int8 the kernels of the
+They replace the encoder in a transformers model; its embeddings and heads are kept. This file also has the modules that
+sentence-transformers applies after the pooling. On a CPU, linear layers are replaced by faster ones. In float32 and
+bfloat16, weights are reordered once for oneDNN, and an activation after the layer is fused. In int8, the kernels of the
 torch engine are used.
 
 Shape letters: T tokens of all rows, H heads, D head width, E hidden size, n rows, V numbers of a vector.
@@ -42,7 +42,7 @@ _QUICK_GELU = ("quick_gelu", "")
 
 Activation = Callable[[Tensor], Tensor]
 
-#: By oneDNN's name and algorithm.
+#: Activations by oneDNN's name and algorithm.
 _ACTIVATIONS: dict[tuple[str, str], Activation] = {
     ("gelu", "none"): F.gelu,
     ("gelu", "tanh"): lambda x: F.gelu(x, approximate="tanh"),
@@ -51,7 +51,7 @@ _ACTIVATIONS: dict[tuple[str, str], Activation] = {
 }
 
 
-#: Activations that the kernels apply before a product.
+#: Activations that the kernels apply before a linear layer.
 _BEFORE: dict[tuple[str, str], Activation] = {("gelu", "none"): F.gelu, _QUICK_GELU: quick_gelu}
 #: Tokens of each row that the last layer computes.
 Keeps = Literal["all", "first", "last"]
@@ -178,7 +178,7 @@ def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple
 
 
 def _name(activation: Activation) -> tuple[str, str] | None:
-    """Name of an activation in oneDNN, found by its values. None if it has none."""
+    """Name of an activation in oneDNN, found by comparing values; None if oneDNN lacks it."""
     x = torch.linspace(-6, 6, 97)
     found = activation(x)
     known = {**_ACTIVATIONS, _QUICK_GELU: lambda x: x * torch.sigmoid(_QUICK_GELU_FACTOR * x)}
@@ -358,7 +358,7 @@ def num_outputs(modules: Sequence[DenseConfig | Normalize], num_inputs: int) -> 
         if isinstance(each, DenseConfig):
             if each.num_inputs != num_inputs:
                 raise UnsupportedCheckpoint(
-                    f"{each.folder}/config.json: in_features is {each.num_inputs}, its input has {num_inputs}"
+                    f"{each.folder}/config.json: in_features is {each.num_inputs}, but its input has {num_inputs}"
                 )
             num_inputs = each.num_outputs
     return num_inputs

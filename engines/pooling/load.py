@@ -47,7 +47,7 @@ def load_pooling_engine(settings: EncoderSettings, progress: Progress | None) ->
     dtype = choose_dtype(settings.dtype, device)
     is_int8 = settings.quantization == "int8"
     if is_int8 and settings.dtype == "auto":
-        dtype = torch.float32  # the type of the int8 kernels
+        dtype = torch.float32  # the int8 kernels use this type
     model = load_encoder(directory, device, dtype, settings.max_model_len, is_int8)
     set_num_threads(settings.num_threads, device, sum(model.memory_bytes().values()))
     if device.type == "cpu":
@@ -132,7 +132,7 @@ def _load_tokenizer(directory: Path) -> Any:
 
 
 def _filling(config: Any, tokenizer: Any) -> Filling:
-    """SigLIP was trained on texts of one length without a mask."""
+    """Pad texts to one length, because SigLIP was trained on such texts without a mask."""
     pad = tokenizer.pad_token_id
     return Filling(
         config.max_position_embeddings,
@@ -145,7 +145,7 @@ def find_kind(directory: Path) -> tuple[Any, Any]:
     """The class of transformers for a model, and its configuration. Raises: UnsupportedCheckpoint."""
     try:
         config = AutoConfig.from_pretrained(directory)
-    except Exception as error:  # of any type, for wrong values
+    except Exception as error:  # wrong values raise any type
         raise UnsupportedCheckpoint(f"config.json: {one_line(error)}") from error
     return _kind((config.architectures or [""])[0], config, directory), config
 
@@ -198,12 +198,12 @@ def _load_model(kind: Any, directory: Path, dtype: torch.dtype) -> Any:
             model, info = kind.from_pretrained(
                 directory, use_safetensors=True, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # of any type
+    except Exception as error:  # damaged files raise any type
         raise UnsupportedCheckpoint(f"the weights cannot be loaded: {one_line(error)}") from error
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise UnsupportedCheckpoint(
-            f"the weights lack {sorted(missing)[0]} and {len(missing) - 1} more"
+            f"the weights lack {sorted(missing)[0]} and {len(missing) - 1} more tensors"
         )
     if kind is AutoModel and hasattr(model, "pooler"):
         model.pooler = None

@@ -35,7 +35,7 @@ class Texts:
         self.vocab_size = vocab_size
 
     def words(self, task: Embed, index: int) -> Words:
-        """An input of text or ids. Raises: PromptTooLong, InvalidRequest."""
+        """Token ids of one input, which is a text or ids. Raises: PromptTooLong, InvalidRequest."""
         part, param = task.inputs[index], task.param(index)
         if isinstance(part, TextPart):
             name = self._config.default_prompt if task.prompt_name == "" else task.prompt_name
@@ -69,7 +69,7 @@ class Texts:
         return self._words(encoding, task.param(index))
 
     def encode_pair(self, task: Rerank, index: int) -> tuple[Encoding, Encoding]:
-        """A query and a document that is truncated as the task asks. Raises: PromptTooLong."""
+        """Encode a query and a document, truncated as the task requests. Raises: PromptTooLong."""
         query = task.queries[index if len(task.queries) > 1 else 0]
         first = self._tokenizer.encode(query, add_special_tokens=False)
         second = self._tokenizer.encode(task.documents[index], add_special_tokens=False)

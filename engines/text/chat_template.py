@@ -1,7 +1,7 @@
 """A checkpoint's chat template: renders a conversation as text.
 
-Templates are untrusted: they get plain data only, in jinja's sandbox, compiled as in transformers, with limits of time
-and memory. A Python thread cannot be stopped from outside. Therefore each operation of a template (loops, calls,
+Templates are untrusted. They are compiled as in transformers, and run on plain data in jinja's sandbox, with limits of
+time and memory. A Python thread cannot be stopped from outside. Therefore each operation of a template (loops, calls,
 filters, operators, outputs) estimates the size of its result first and checks the time and the characters of the
 rendering so far.
 """
@@ -38,12 +38,12 @@ Messages = Sequence[Mapping[str, Any]]
 MAX_S = 1.0  #: CPU time of one rendering
 _COMPILE_S = 2.0
 _MAX_SOURCE_CHARS = 512 * 1024
-#: Limit of a prompt: this many characters plus a multiple of those of its conversation.
+#: Limit of a prompt: this many characters, plus a multiple of the characters of its conversation.
 _BASE_CHARS = 65_536
 _CHARS_RATIO = 4
 _MADE_RATIO = 100  #: limit of intermediate characters and items, as a multiple of the prompt limit
 _MAX_PRODUCT = 100_000_000  #: limit of the product of the sizes of a call's arguments
-_MAX_BITS = 4096  #: of an integer
+_MAX_BITS = 4096  #: limit of an integer
 _MAX_DIGITS = 50  #: argument of `round`
 _NUMBER = re.compile(r"\d+")
 _WIDTH_FROM_VALUE = re.compile(r"%[^a-zA-Z%]*\*|\{[^}]*\{")
@@ -53,11 +53,11 @@ _AMPLIFYING = frozenset({"batch", "center", "indent", "join", "slice", "tojson",
 _DROPPED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 
 
-#: Variables that requests may not set.
+#: Template variables that requests cannot set.
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"}) | {
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 }
-#: The template of llava-hf's LLaVA-1.5, for checkpoints without one.
+#: The template of llava-hf's LLaVA-1.5, for checkpoints without a template.
 LLAVA_TEMPLATE = """\
 {% for message in messages %}\
 {% if message['role'] != 'system' %}{{ message['role'].upper() + ': ' }}{% endif %}\
@@ -70,7 +70,7 @@ LLAVA_TEMPLATE = """\
 {% endfor %}\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}\
 """
-#: For text-only checkpoints without one: one line per message.
+#: For text-only checkpoints without a template: one line per message.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] + '\\n' }}{% endfor %}"
 _PROBE = "probe"
 
@@ -92,7 +92,7 @@ class _Work:
 
     def __init__(self, max_chars: int, max_s: float) -> None:
         self.max_chars = max_chars
-        self.max_weight = 10 * max_chars  #: of one list or dictionary
+        self.max_weight = 10 * max_chars  #: limit of one list or dictionary
         self._num_left = _MADE_RATIO * max_chars
         self._until = time.monotonic() + max_s
         self._until_of_thread = time.thread_time() + max_s
@@ -101,8 +101,8 @@ class _Work:
         """Count `size` and check the time. Raises: TemplateFailure."""
         self._num_left -= size
         if self._num_left < 0:
-            raise TemplateFailure("makes too much")
-        # CPU time, because the machine may pause; wall time first, because it is cheaper to read.
+            raise TemplateFailure("produces too much")
+        # The limit is on CPU time, because the machine may pause. Wall time is cheaper to read, so it is checked first.
         if time.monotonic() > self._until and time.thread_time() > self._until_of_thread:
             raise TemplateFailure("takes too long")
 
@@ -136,7 +136,7 @@ class _Work:
         return weight
 
     def check_arguments(self, arguments: Sequence[Any]) -> None:
-        """Limit the result of a call by its arguments. Raises: TemplateFailure."""
+        """Refuse arguments of a call that may produce too large a result. Raises: TemplateFailure."""
         product = 1
         for argument in arguments:
             if isinstance(argument, int | float):
@@ -149,7 +149,7 @@ class _Work:
                 continue
             if size > 1:
                 product *= size
-            if not product <= _MAX_PRODUCT:  # NaN too
+            if not product <= _MAX_PRODUCT:  # also true for NaN
                 raise TemplateFailure("a call may produce too much")
         self.charge(1)
 
@@ -349,7 +349,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         ):
             raise TemplateFailure("too many digits")
         elif name == "sum" and any(isinstance(value, list | tuple | str) for value in values[2:]):
-            raise TemplateFailure("a sum of no numbers")
+            raise TemplateFailure("a sum of other values than numbers")
         elif name in _AMPLIFYING:
             work.check_arguments(values)
         work.charge(1)
@@ -411,7 +411,7 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     if len(form) > 200 or _NUMBER.search(form.replace("%0", "%")):
-        raise TemplateFailure("not a date's form")
+        raise TemplateFailure("an invalid date format")
     return datetime.now().strftime(form)
 
 
@@ -453,9 +453,9 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
 
-        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`; `kinds[i]` is image,
-        video or audio. `is_answered`: add the generation prompt. Raises: InvalidRequest if the template refuses the
-        conversation.
+        `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`. `kinds[i]` is image,
+        video or audio, for the i-th medium. `is_answered`: add the generation prompt. Raises: InvalidRequest if the
+        template refuses the conversation.
         """
         rendered = []
         for message, replacements, called in zip(messages, texts, calls, strict=True):
@@ -513,7 +513,7 @@ class ChatTemplate:
 
 
 def with_videos(source: str, for_videos: str) -> str:
-    """A template that renders conversations with a video by `for_videos`, and others by `source`."""
+    """A template that renders conversations with videos with `for_videos`, and others with `source`."""
     return (
         "{% set videos = namespace(are_there=false) %}{% for message in messages %}"
         "{% if message['content'] is not string %}"
@@ -527,7 +527,7 @@ def with_videos(source: str, for_videos: str) -> str:
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The template of a checkpoint, searched as transformers does. Raises: UnsupportedCheckpoint."""
+    """The template of a checkpoint, located as in transformers. Raises: UnsupportedCheckpoint."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return load_text(file)
@@ -537,7 +537,7 @@ def read_chat_template(directory: Path) -> str | None:
             continue
         fields = read_json(file)
         found = fields.get("chat_template")
-        if isinstance(found, list):  # several by name
+        if isinstance(found, list):  # several templates by name
             if not all(isinstance(entry, dict) for entry in found):
                 raise fields.refuse("chat_template", "is not a list of objects")
             named = [entry for entry in found if entry.get("name") == "default"]

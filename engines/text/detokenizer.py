@@ -1,6 +1,7 @@
 """The tokenizer interface of `engines.text`, and incremental detokenization.
 
-A `Detokenizer` is one answer's; its pieces, concatenated, equal the decoded answer. Incomplete characters and text that may be part of a stop string are held back.
+A `Detokenizer` decodes one answer. Its concatenated pieces equal the decoded answer. Incomplete characters, and text
+that may be part of a stop string, are held back.
 """
 
 from codecs import utf_8_decode
@@ -67,9 +68,8 @@ class Detokenizer:
     ) -> None:
         """`calls`: the parser of function calls, whose pieces are added to `pieces`; None: the request has no tools.
 
-        `keeps_stop`: the stop string that ends the text is part of it.
-
-        Special tokens are spelled if they are in `spelled`, or if `keeps_specials`, except those that end an answer.
+        `keeps_stop`: the text includes the stop string that ends it. `spelled`: texts of special tokens, which the text
+        includes. `keeps_specials`: it includes all special tokens except those that end an answer.
         """
         self._token_bytes = tokenizer.token_bytes
         if spelled or keeps_specials:
@@ -78,10 +78,10 @@ class Detokenizer:
         self._incomplete = b""
         self._stops = [text for text in stop if text]
         self._keeps_stop = keeps_stop
-        self._held = ""  # may begin a stop string
+        self._held = ""  # text that may begin a stop string
         self._calls = calls
-        self._is_whole = not self._stops and calls is None  #: whether all text is released at once
-        self.pieces: list[CallPiece] = []  #: of calls, that no output contains yet
+        self._is_whole = not self._stops and calls is None  #: whether no text is held back
+        self.pieces: list[CallPiece] = []  #: pieces of calls that no output contains yet
 
     @property
     def has_called(self) -> bool:
@@ -117,7 +117,7 @@ class Detokenizer:
         return text
 
     def _release(self, text: str) -> str:
-        """The text outside calls that precedes any stop string; its calls are added to `pieces`."""
+        """Return the text outside calls, up to a stop string, and add the calls to `pieces`."""
         if self._calls is None or self.is_stopped:
             return self._cut(text)
         said, pieces = self._calls.feed(text)

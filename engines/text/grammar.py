@@ -39,15 +39,15 @@ from shared.protocol import UNSUPPORTED_KEYWORDS, Grammar, Tools
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_CPU_S = 0.5  #: to compile a grammar and compute its first mask
+MAX_CPU_S = 0.5  #: CPU time to compile a grammar and compute its first mask
 MAX_BYTES = 256 * 1024 * 1024
 _MAX_KEPT = 256  #: cached results: compiled grammars and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024
 _MIN_BYTES = 64 * 1024  #: minimum size of a compiled grammar
-ANSWER_TIMEOUT_S = 20.0  #: on a busy machine
+ANSWER_TIMEOUT_S = 20.0  #: time limit of a verdict, on a busy machine
 
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")
-#: The end of an error: the source, which contains text of the client.
+#: The end of an error of llguidance: a listing of the source, which contains text of the client.
 _LISTING = re.compile(r"\n +1 \| ")
 _COMPLEX = "the grammar needs more time or memory than a request may use; send a simpler grammar"
 
@@ -56,7 +56,7 @@ _CONTEXT_TOKENS = 8
 _SHOWN_TOKENS = 48
 _WORD = bytes(code for code in range(256) if code >= 128 or chr(code).isalnum() or code == ord("_"))
 _SIGNS = (b'"', b":", b",", b"}", b"]", b"{", b"[")
-#: Where one of these is allowed, the position is inside a string or number.
+#: If one of these characters is allowed, the position is inside a string or number.
 _INSIDE = (b"0", b"a")
 
 logger = logging.getLogger(__name__)
@@ -89,9 +89,9 @@ class Drafter:
         return self._cut(output, bytes(found))
 
     def spell(self, matcher: "LLMatcher", output: list[int]) -> int | None:
-        """The first token of forced text, as the tokenizer spells the text.
+        """The first token of forced text in the tokenizer's own tokenization.
 
-        None if no text is forced, or if what follows may change the token: it ends in the text's last word or sign.
+        None if no text is forced, or if following text may change the token, which ends in the last word or sign.
         """
         forced = bytes(matcher.compute_ff_bytes()[:_MAX_DRAFT_BYTES])
         num_certain = len(forced.rstrip(_WORD)) - 1
@@ -101,7 +101,7 @@ class Drafter:
         return token_id if len(self._text(token_id)) <= num_certain else None
 
     def resumes(self, token_id: int) -> bool:
-        """Whether a token has other characters than letters and spaces."""
+        """Whether a token contains characters other than letters and spaces."""
         return token_id >= len(self._is_word) or not self._is_word[token_id]
 
     def _find(self, matcher: "LLMatcher", before: bytes, output: list[int]) -> bytes:
@@ -164,7 +164,7 @@ class GrammarCompiler:
     _tokenizer: Tokenizer
     _vocab_size: int  #: number of logits
     _reasoning: Reasoning | None
-    _spelled: Mapping[int, str]  #: special tokens that grammars name by these texts
+    _spelled: Mapping[int, str]  #: texts by which grammars name special tokens
     _kept: "OrderedDict[bytes, _Compiled | Refusal]" = field(default_factory=OrderedDict)
     _num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -192,7 +192,7 @@ class GrammarCompiler:
         return cls(tokenizer, vocab_size, reasoning, {**of_reasoning, **spelled})
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
-        """Blocks without the GIL. `is_thinking`: within the reasoning. Raises: BadGrammar, GrammarTooComplex."""
+        """Compile without the GIL. `is_thinking`: within the reasoning. Raises: BadGrammar, GrammarTooComplex."""
         try:
             is_json = grammar.kind == "json"
             return self._constrain(*_to_body(grammar), is_thinking=is_thinking, is_json=is_json)
@@ -204,7 +204,7 @@ class GrammarCompiler:
     ) -> Constraint:
         """Compile a grammar for function calls. Unless calls are required, it also allows `grammar`, or any text.
 
-        Unsupported schemas of functions accept any object, unless they are strict. Raises: as `compile`.
+        A function with an unsupported schema accepts any object, unless it is strict. Raises: the errors of `compile`.
         """
         others: dict[str, str] = {}
         rules = ""
@@ -275,7 +275,7 @@ class GrammarCompiler:
         if not verdict.is_lost and not verdict.error:
             matcher = create_matcher(self._tables, source)
             if not matcher.is_error():
-                matcher.compute_bitmask()  # outside of a step
+                matcher.compute_bitmask()  # so that no step computes the first mask
             verdict = msgspec.structs.replace(verdict, error=matcher.get_error())
             if not verdict.error:
                 return _Compiled(matcher, max(_MIN_BYTES, verdict.num_bytes))
@@ -287,7 +287,7 @@ class GrammarCompiler:
         raise Refusal(problem or "the grammar cannot be read")
 
     def _load(self) -> None:
-        """Build the vocabulary tables, at the first grammar."""
+        """Build the vocabulary tables when the first grammar is compiled."""
         tokenizer = self._tokenizer
         spelled = self._spelled
         self._vocabulary = Vocabulary(
@@ -305,7 +305,7 @@ class GrammarCompiler:
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. If the child is lost, replace the child. Raises: Refusal."""
+        """The child's verdict. If the child is lost, start another. Raises: Refusal."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:
@@ -330,19 +330,19 @@ class GrammarCompiler:
 
 
 class NumberBounds:
-    """Limits the length of JSON numbers for which the schema has no bounds; small models may add digits forever.
+    """Limits the length of JSON numbers without bounds in the schema, because small models may add digits forever.
 
-    Integers have at most 19 digits, other numbers 17 and 3 of the exponent. llguidance has no such option, so tokens are
-    masked where the answer ends with a number and every digit may follow.
+    Integers have at most 19 digits, other numbers 17 digits and 3 in the exponent. llguidance has no such option, so
+    tokens are masked where the answer ends with a number and every digit may follow.
     """
 
     def __init__(self, texts: Sequence[bytes]) -> None:
-        """`texts` are the tokens' bytes."""
+        """`texts[i]`: bytes of token i."""
         self._texts = texts
         ids = {text: token_id for token_id, text in enumerate(texts) if len(text) == 1}
         self._digits = [ids.get(b"%d" % digit, -1) for digit in range(10)]
         self._point = ids.get(b".", -1)
-        self._others = [ids.get(sign, -1) for sign in (b'"', b"a")]  # of strings
+        self._others = [ids.get(sign, -1) for sign in (b'"', b"a")]  # allowed within strings
         begun = ((i, _NUMBER_SIGNS.match(text)) for i, text in enumerate(texts))
         self._numeric = [(i, found[0]) for i, found in begun if found]
 
@@ -395,7 +395,7 @@ class _Judge(ChildProcess):
         send_message(self.socket, msgspec.msgpack.encode(vocabulary))
 
     def ask(self, source: str) -> Verdict:
-        """Raises: EOFError, OSError (TimeoutError too) if the child is lost."""
+        """Raises: EOFError, OSError (including TimeoutError) if the child is lost."""
         self.wait_until_ready()
         self.socket.settimeout(ANSWER_TIMEOUT_S)
         send_message(self.socket, source.encode())
@@ -439,7 +439,7 @@ def _to_schema(grammar: Grammar) -> str:
     return json.dumps(prepare(schema, is_lenient=grammar.is_lenient))
 
 
-#: Parts of llguidance's errors, and messages without text of the client.
+#: Messages by parts of llguidance's errors. They contain no text of the client.
 _PROBLEMS = (
     ("Unknown format", "a format is not supported"),
     ("oneOf", "oneOf whose schemas may overlap is not supported; use anyOf"),

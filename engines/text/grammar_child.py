@@ -1,7 +1,7 @@
 """A sandboxed child process that compiles untrusted grammars.
 
-It forks for each grammar; the fork has limits of time and memory, compiles the grammar, computes the first mask and may
-crash. Messages on the socket: the vocabulary, then grammars, each answered by a `Verdict`.
+It forks for each grammar. The fork has limits of time and memory. It compiles the grammar and computes the first mask,
+and may crash. Messages on the socket: the vocabulary, then grammars, each answered by a `Verdict`.
 """
 
 import json
@@ -19,7 +19,7 @@ from engines.child_process import READY, confine, receive_message, restrict, sen
 
 _HEAD = '%llguidance {"no_forcing": true}'
 _MAX_ANSWER_BYTES = 64 * 1024
-_ADDRESS_BYTES = 1024 * 1024 * 1024  #: of an idle child, where /proc is missing
+_ADDRESS_BYTES = 1024 * 1024 * 1024  #: address space of an idle child, assumed without /proc
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     error: str = ""
     num_bytes: int = 0  #: memory of the compiled grammar
-    is_lost: bool = False  #: it exceeded its time or memory
+    is_lost: bool = False  #: the fork exceeded its limit of time or memory
 
 
 class _Tokens:
@@ -61,7 +61,7 @@ def to_source(lark: str, **others: str) -> str:
 
 
 def create_tokenizer(vocabulary: Vocabulary) -> Any:
-    """Llguidance's tables."""
+    """Build llguidance's tables of a vocabulary."""
     from llguidance import LLTokenizer, TokenizerWrapper  # noqa: PLC0415 - an extra
 
     return LLTokenizer(
@@ -72,13 +72,13 @@ def create_tokenizer(vocabulary: Vocabulary) -> Any:
 
 
 def create_matcher(tokenizer: Any, source: str) -> Any:
-    """Compile a grammar; check `is_error`. Releases the GIL."""
+    """Compile a grammar; the caller checks `is_error`. Releases the GIL."""
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415 - an extra
 
     limits = LLParserLimits(
         max_lexer_states=20_000,
         step_max_items=20_000,
-        max_items_in_row=20_000,  # an object has 4 per property that may come next
+        max_items_in_row=20_000,  # an object needs 4 per property that may follow
         initial_lexer_fuel=200_000,
         step_lexer_fuel=50_000,
         max_grammar_size=100_000,

@@ -4,7 +4,7 @@ Invariant: only the chat template can write a control token. A user's `<image>` 
 part or across several, and there are as many runs of image slots as image parts.
 
 A random guard is inserted into control tokens that user text spells. The rendered prompt is split at the remaining
-control tokens, which are the template's; the guards are removed and the pieces are encoded as plain text. Without
+control tokens, which are the template's. The guards are removed and the pieces are encoded as plain text. Without
 guards the ids equal those of transformers. Processors are immutable, and called from thread pools.
 """
 
@@ -66,26 +66,26 @@ class Item:
     """
 
     hash: str
-    #: from the first control token of `text` to its last; None: not checked
+    #: tokens from the first to the last control token of `text`; None: not checked
     num_tokens: int | None
     pixels: Any
     text: str
     is_whole: bool = False  #: as in `ImageInput`
     is_filled: bool = False  #: whether all tokens of the item are slots
-    #: Separator token at both ends of the text; adjacent images share one, and a space separates it from a word.
+    #: Separator token at both ends of the text. Adjacent images share a separator; a space follows it before a word.
     separator: str = ""
     kind: str = "image"
-    slot_id: int | None = None  #: token of its slots; None: the model's
+    slot_id: int | None = None  #: token of the item's slots; None: the model's slot token
     #: Texts before and after the placeholder; if the template writes both, `text` replaces them too.
     around: tuple[str, str] = ("", "")
-    num_frames: int = 0  #: of a video
+    num_frames: int = 0  #: frames of a video
 
 
 class ControlSpelling:
-    """Finds spelled control tokens, and guards those in user text."""
+    """Finds texts of control tokens, and guards them in user text."""
 
     def __init__(self, tokens: Mapping[str, ControlToken], slot_id: int | None = None) -> None:
-        """Runs of the token `slot_id` are split as one, since an image has hundreds."""
+        """`slot_id`: a run of this token is split off as one piece, since an image has hundreds."""
         self._tokens = tokens
         longest_first = sorted(tokens, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -108,14 +108,14 @@ class ControlSpelling:
         start = text.index(body)
         while self._pattern.search(body):  # again for overlapping spellings
             body = self._pattern.sub(lambda match: match[0][0] + guard + match[0][1:], body)
-        # inside leading and trailing spaces, which templates may trim
+        # templates may trim leading and trailing spaces, so the guards are inside of them
         head = guard if body.startswith(self._tails) else ""
         tail = guard if body.endswith(self._heads) else ""
         stop = len(text.rstrip())
         return text[:start] + head + body + tail + text[stop:]
 
     def protect_in(self, value: Any, guard: str) -> Any:
-        """`protect` all texts in a value of JSON."""
+        """`protect` all texts in a JSON value."""
         if isinstance(value, str):
             return self.protect(value, guard)
         if isinstance(value, list):
@@ -202,13 +202,13 @@ class MultimodalProcessor:
     #: Template for conversations with a video, if the checkpoint's has no video placeholder; empty: none.
     video_template: str = ""
     max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
-    #: The instruction that the model was trained to transcribe with; empty: any.
+    #: The instruction for transcription that the model was trained with; empty: any instruction.
     transcription_prompt: str = ""
     #: The processor's tokenizer, which may add other special tokens around a text than tokenizer.json.
     around: Any = None
 
     def __init__(self, template: str) -> None:
-        self.template = template  #: for checkpoints without a chat template
+        self.template = template  #: template for checkpoints without a chat template
 
     @property
     def image_tokens(self) -> int:
@@ -256,9 +256,9 @@ class ChatProcessor:
         *,
         adds_special_tokens: bool = True,
     ) -> None:
-        """`adds_special_tokens`: add those of the tokenizer to a rendered template that does not begin with BOS.
+        """`adds_special_tokens`: add the tokenizer's special tokens to rendered templates that do not begin with BOS.
 
-        transformers' processors do so, but not `apply_chat_template` of its tokenizers.
+        transformers' processors add them, but `apply_chat_template` of its tokenizers does not.
         """
         self.reasoning = reasoning
         self.tool_format = template.tool_format or TOLD
@@ -309,7 +309,7 @@ class ChatProcessor:
             messages, tools = describe_in_text(messages, tools), None
         if unknown := options.keys() - self._template.options:
             raise InvalidRequest(
-                f"the model's chat template does not use {len(unknown)} of the given variables: omit those"
+                f"the model's chat template does not use {len(unknown)} of the given variables: omit them"
             )
         order = [p.image for m in messages for p in m.parts if isinstance(p, ImagePart)]
         if any(not 0 <= index < len(items) for index in order):
@@ -366,7 +366,7 @@ class ChatProcessor:
     def _expand(
         self, rendered: str, items: list[Item], guard: str
     ) -> tuple[str, list[tuple[int, int]], list[Item]]:
-        """Replace placeholders by the texts of items; returns the text, their (start, end), and the items in order.
+        """Replace placeholders by the texts of items. Returns the text, the (start, end) and the items, in order.
 
         A template keeps the order of each kind, but may write all of a kind first.
         """
@@ -493,7 +493,7 @@ def create_processor(
     reasoning: str = "auto",
     max_pixels: int = 0,
 ) -> ChatProcessor:
-    """The processor of a checkpoint. `reasoning` names a format, or is auto or none.
+    """The processor of a checkpoint. `reasoning` is the name of a format, auto or none.
 
     Images are scaled down to `max_pixels` if it is not 0. Raises: UnsupportedCheckpoint.
     """

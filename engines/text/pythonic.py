@@ -1,4 +1,4 @@
-"""Calls in Python syntax, `f(city='Oslo', days=3)`: grammar rules of the arguments, and their conversion to JSON.
+"""Function calls in Python syntax, `f(city='Oslo', days=3)`: grammar rules of arguments, and their conversion to JSON.
 
 Values are literals; nothing is evaluated.
 """
@@ -20,7 +20,7 @@ _ASIDE |= {"$defs", "definitions"}
 _SHARED = ("#/$defs/", "#/definitions/")
 _OF_PARAMETERS = _ASIDE | {"type", "properties", "required", "additionalProperties", "$schema"}
 
-#: Rules shared by all calls. Strings have either quotes; numbers and bracketed values are JSON.
+#: Rules shared by all calls. Strings have single or double quotes; numbers and bracketed values are JSON.
 SHARED_RULES = rf"""
 PY_TEXT: /"([^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/ | /'([^'\\\x00-\x1F\x7F]|\\['\\bfnrt])*'/
 PY_NAME: /[A-Za-z_][A-Za-z0-9_]{{0,255}}/
@@ -39,7 +39,7 @@ def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) 
     if function.is_strict and not (schema.keys() <= _OF_PARAMETERS):
         raise Refusal("this model's strict calls support only properties and required of an object")
     if not all(map(_NAME.fullmatch, named)):
-        raise Refusal("this model's calls cannot contain the name of a parameter")
+        raise Refusal("the name of a parameter has characters these calls do not allow")
     rules = _Rules(name, schema, is_lenient=not function.is_strict)
     if named:
         return rules.arguments(named, required)
@@ -140,7 +140,7 @@ def _are_texts(schema: dict[str, Any], values: Any) -> bool:
 
 
 def _spell(value: str) -> str:
-    """A string in either quotes."""
+    """A rule that matches a string in double or single quotes."""
     double = json.dumps(value, ensure_ascii=False)
     single = "'" + double[1:-1].replace('\\"', '"').replace("'", "\\'") + "'"
     return f"{_text(double)} | {_text(single)}"
@@ -163,7 +163,7 @@ class KeywordArguments:
     def __init__(self) -> None:
         self.json = ""  #: the arguments as JSON; empty until the call is complete
         self._found: dict[str, str] = {}  # values as JSON
-        self._written: list[str] = []  # of the argument that is being read
+        self._written: list[str] = []  # text of the argument that is being read
         self._brackets: list[str] = []
         self._quote = ""
         self._is_escaped = False

@@ -75,7 +75,7 @@ class TagSplitter:
         return reasoning, text
 
     def finish(self) -> tuple[str, str]:
-        """The rest of both; an incomplete end marker is dropped."""
+        """The remaining reasoning and answer text; an incomplete end marker is dropped."""
         held, self._held = self._held, ""
         if self.state is State.HEAD:
             return "", held
@@ -151,7 +151,7 @@ class ChannelSplitter:
         return said[State.THINKING], said[State.CONTENT]
 
     def finish(self) -> tuple[str, str]:
-        """The rest of both; headers are dropped."""
+        """The remaining reasoning and answer text; headers are dropped."""
         held, self._held = self._held, ""
         is_head = self.state is State.HEAD and "<|" in held
         return ("", "" if is_head or self.state is State.THINKING else held)
@@ -189,7 +189,7 @@ def find_reasoning(
 
 
 class ReasoningDetokenizer(Detokenizer):
-    """A detokenizer for a model that reasons: its text is the answer, the rest is in `reasoning`.
+    """A detokenizer for a model that reasons. Its text is the answer; `reasoning` is separate.
 
     Stop strings end the answer only; they have no effect in the reasoning.
     """
@@ -208,7 +208,7 @@ class ReasoningDetokenizer(Detokenizer):
             ChannelSplitter(form) if form.head_end else TagSplitter(form, is_thinking)
         )
         self._spelled = reasoning.spelled
-        self._num_undecided = 0  # tokens of the present head
+        self._num_undecided = 0  # tokens of the undecided head
 
     def append(self, token_id: int) -> str:
         is_read = self._splitter.state is not State.CONTENT or self._splitter.has_parts

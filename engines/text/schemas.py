@@ -9,11 +9,11 @@ from typing import Any
 
 from engines.base import BadGrammar, GrammarTooComplex
 
-#: llguidance's options; those of the client are replaced. At most one space, because small models can write white space
-#: forever. No unicode escapes, which could spell a named member as an additional one.
+#: llguidance's options, which replace the client's. At most one space, because small models can write white space
+#: forever. No unicode escapes, which could spell a named member as an additional member.
 _OPTIONS = {"whitespace_pattern": " ?", "json_allowed_escapes": 'nrbtf"\\'}
 
-#: Keywords with plain values, and those with schemas by name.
+#: Keywords whose values are no schemas, and keywords whose values are schemas by name.
 _VALUES = frozenset(("const", "enum", "default", "examples"))
 _NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 #: Keywords that limit the length of a string.
@@ -40,7 +40,7 @@ _FORMATS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
 }
-#: JavaScript's classes where Rust's differ.
+#: JavaScript's character classes that differ in Rust.
 _CLASSES = {r"\s": r"[\s\x{FEFF}]", r"\S": r"[^\s\x{FEFF}]"}
 
 
@@ -64,7 +64,7 @@ class Refusal(Exception):
 def prepare(
     schema: dict[str, Any], *, is_lenient: bool = False, max_text_chars: int | None = None
 ) -> dict[str, Any]:
-    """A copy of the schema for llguidance. Objects get no members beside `properties`, unless the schema has
+    """A copy of the schema for llguidance. Objects get no members outside `properties`, unless the schema has
     `additionalProperties` or combines schemas of objects. Raises: Refusal.
 
     `is_lenient`: ignore unsupported keywords. `max_text_chars`: limit of unbounded strings.
@@ -104,7 +104,7 @@ class _Preparation:
 
     def _prepare_value(self, key: str, value: Any) -> Any:
         if key in _VALUES:
-            # control characters, which the options above do not let llguidance write
+            # with the options above, llguidance cannot write control characters
             is_checked = key in ("const", "enum") and not self._is_lenient
             if is_checked and _BY_NUMBER.search(json.dumps(value)):
                 raise Refusal("control characters in const and enum are not supported")
@@ -124,7 +124,7 @@ def _to_rust(pattern: str) -> str:
 
 
 def _check_members(schema: dict[str, Any]) -> None:
-    """Refuse counts of members: llguidance counts a repeated one twice. Raises: Refusal."""
+    """Refuse counts of members, because llguidance counts a repeated member twice. Raises: Refusal."""
     least, required = schema.get("minProperties"), schema.get("required")
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if isinstance(least, int | float) and least > num_required + 1:
@@ -151,7 +151,7 @@ def _is_combined(schema: Any) -> bool:
 
 
 def _close(schema: dict[str, Any]) -> None:
-    """Forbid members without a name: models would invent some."""
+    """Forbid members that the schema does not name, because models would invent some."""
     named, required = schema.get("properties"), schema.get("required", [])
     if (
         named

@@ -24,7 +24,7 @@ _MAX_TOKEN_BYTES = 512
 
 
 class HfTokenizer:
-    """Added tokens that the chat `template` spells are control tokens too. Raises: UnsupportedCheckpoint."""
+    """A checkpoint's tokenizer. Added tokens in `template` are control tokens too. Raises: UnsupportedCheckpoint."""
 
     def __init__(self, directory: Path, image_token_id: int | None, template: str = "") -> None:
         """`image_token_id` is None for a text-only model."""
@@ -47,7 +47,7 @@ class HfTokenizer:
         self.vocab_size = max(self._texts) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise UnsupportedCheckpoint(
-                f"tokenizer.json: model.vocab has the id {self.vocab_size - 1}; ids are below {MAX_VOCAB_SIZE}"
+                f"tokenizer.json: model.vocab has the id {self.vocab_size - 1}; ids must be below {MAX_VOCAB_SIZE}"
             )
         self.bos_token: str | None = self.special_variables.get("bos_token")
         self.eos_token_ids: frozenset[int] = frozenset(
@@ -83,7 +83,7 @@ class HfTokenizer:
         backend = self._first if is_first else self._later
         tokens = backend.encode(text, add_special_tokens=False).tokens
         if any(token in self.control_tokens for token in tokens):
-            # The vocabulary may contain control tokens as plain ones; single characters cannot form them.
+            # The vocabulary may contain control tokens as plain tokens; single characters cannot form them.
             tokens = [t for c in text for t in backend.encode(c, add_special_tokens=False).tokens]
         return [self._ids[token] for token in tokens]
 
@@ -174,7 +174,7 @@ def _load_backend(content: dict[str, Any], settings: Fields) -> Backend:
 
 @contextmanager
 def readable(name: str = "tokenizer.json") -> Iterator[None]:
-    """Raises: UnsupportedCheckpoint for errors of the library: of any type, and panics, which are no `Exception`."""
+    """Raises: UnsupportedCheckpoint for any error of the library, including panics, which are no `Exception`."""
     try:
         yield
     except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
@@ -262,7 +262,7 @@ _ALPHABET = _byte_alphabet()
 class ByteDecoder:
     """Decodes single tokens. `drops_leading_space`: the first space of a text is dropped.
 
-    Raises: UnsupportedCheckpoint if the decoding of a token depends on its neighbours otherwise.
+    Raises: UnsupportedCheckpoint if the decoding of a token depends on its neighbours in another way.
     """
 
     def __init__(self, decoder: dict[str, Any] | None) -> None:
@@ -362,7 +362,7 @@ def to_tokenizer_json(tekken: Fields) -> dict[str, Any]:
 
 
 def find_merges(ranks: Mapping[str, int]) -> list[tuple[str, str]]:
-    """The pairs that tokens are merged from, in the order of the tokens' ranks."""
+    """The pairs of tokens that form another token, in the order of its rank."""
     found = []
     for whole, rank in ranks.items():
         cuts = ((whole[:i], whole[i:]) for i in range(1, len(whole)))

@@ -50,7 +50,7 @@ HERMES = ToolFormat(
     "\n</tool_call>\n<tool_call>\n",
     "\n</tool_call>",
 )
-#: For models without a tool template. Strings are limited and objects closed, because such models may never end them.
+#: Without a tool template. Strings are limited and objects closed, because such models may never end them.
 TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
 LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
@@ -80,11 +80,11 @@ def to_openai(function: Function) -> dict[str, Any]:
 
 
 def to_shown(call: ToolCall) -> dict[str, Any]:
-    """A call in the format of chat templates, with its arguments as an object if that can be written."""
+    """A call in the format of chat templates, with its arguments as an object if they can be encoded."""
     arguments: Any = call.arguments
     with suppress(ValueError, RecursionError):
         found = json.loads(call.arguments)
-        json.dumps(found, ensure_ascii=False).encode()  # not with half of a surrogate pair
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half of a surrogate pair
         arguments = found
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -193,8 +193,8 @@ class CallReader:
         self.is_calling = False  #: whether the first call has begun
         self._arguments: JsonEnd | None = None  # parser of the current call's JSON arguments
         self._keywords: KeywordArguments | None = None  # parser of its Python arguments
-        self._name = self._written = ""  # of a Python call: its name and its text so far
-        self._is_text = False  # the rest is text
+        self._name = self._written = ""  # name of a Python call, and its text so far
+        self._is_text = False  # the remaining output is text
         self.follows_text = not form.is_pythonic  #: whether text precedes the calls
 
     def feed(self, text: str) -> tuple[str, list[CallPiece]]:
@@ -211,21 +211,21 @@ class CallReader:
         return said, pieces
 
     def finish(self) -> str:
-        """The text that was held back because it might begin a call, or that did not become one."""
+        """The text that was held back because it might begin a call, or that did not become a call."""
         held, self._held = self._written + self._held, ""
         if self.is_calling and not self._form.is_pythonic:
             return "" if self.num_calls else self._form.trigger + held
         return held
 
     def _find_calls(self) -> str:
-        """Text before the first call; text that may begin one is held back."""
+        """Text before the first call; text that may begin a call is held back."""
         mark, held = self._form.mark, self._held
         if self._is_text:
             self._held = ""
             return held
         if not self._form.trigger:
             if mark.startswith(held):
-                return ""  # too little is known
+                return ""  # too few characters to decide
             self.is_calling, self._is_text = held.startswith(mark), not held.startswith(mark)
             return "" if self.is_calling else self._find_calls()
         before, found, behind = held.partition(mark)

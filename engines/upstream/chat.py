@@ -46,7 +46,7 @@ from shared.protocol import (
     Usage,
 )
 
-#: Other reasons, such as `content_filter`, count as `stop`.
+#: By the server's finish reason. Other reasons, such as `content_filter`, count as `stop`.
 _FINISH = {"length": FinishReason.LENGTH, "tool_calls": FinishReason.TOOL_CALLS}
 #: Sampling parameters that are not in the API: a server might ignore them.
 _UNSUPPORTED = (
@@ -126,7 +126,7 @@ class ChatRequest(OpenRequest):
 
     @property
     def usage(self) -> Usage:
-        """The server's; if it sends none, the number of deltas."""
+        """The server's usage; if it sends none, the number of deltas."""
         return self._usage or Usage(0, self.num_tokens)
 
     def read(self, data: bytes) -> list[EngineOutput]:
@@ -169,7 +169,7 @@ class ChatRequest(OpenRequest):
         return output
 
     def _add_call(self, delta: _Call, function: _Function) -> None:
-        """Some servers give all calls one index, others one id, and some repeat the name."""
+        """Add a delta. Some servers send one index for all calls, others one id, and some repeat the name."""
         name, arguments = function.name or "", function.arguments or ""
         call = self._calls.get((delta.index, delta.id))
         if call is None and not (name and delta.id):
@@ -187,7 +187,7 @@ class ChatRequest(OpenRequest):
                 call.pieces.append(CallPiece(call.number, arguments=arguments))
 
     def _take_calls(self, *, is_end: bool = False) -> tuple[CallPiece, ...]:
-        """New pieces. Those of a call wait until the calls before it are complete."""
+        """New pieces. Pieces of a call wait until the calls before it are complete."""
         pieces: list[CallPiece] = []
         for call in self._open_calls:
             pieces += call.pieces

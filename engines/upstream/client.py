@@ -30,7 +30,7 @@ _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.\deE]+)$", re.M)
 
 
 class StreamEvent(msgspec.Struct, frozen=True):
-    """An event, or a stream's end. `refused`: by `status` and `data`; `broken`: the server is still healthy."""
+    """Data, or the end of a stream: `refused` with an error response, or `broken` while the server is healthy."""
 
     stream_id: str
     kind: Literal["data", "refused", "broken"]
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     async def send(self, request: httpx.Request, receive: Callable[[int, bytes], None]) -> bool:
-        """Send a request; call `receive` with the status and each piece of the body. Returns whether it can be reused.
+        """Send a request; pass status and each piece of the body to `receive`. Returns whether to reuse the connection.
 
         Raises: OSError, httptools.HttpParserError.
         """
@@ -94,7 +94,7 @@ class Connection(asyncio.Protocol):
             self._done.set_result(self._parser.should_keep_alive())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Without an error, a response of unknown length is complete, or another response was truncated."""
+        """Closing without an error completes a response of unknown length, and truncates any other response."""
         if not self._done.done():
             if exc is None and self.status:
                 self._done.set_result(False)
@@ -119,11 +119,11 @@ class UpstreamClient:
         self._silence_s = silence_s
         self._metrics_path = metrics_path
         self._events: SimpleQueue[list[StreamEvent]] = SimpleQueue()
-        self._held: list[StreamEvent] = []  # to be received together; used by the thread only
+        self._held: list[StreamEvent] = []  # events to receive together; used by the thread only
         self.lost = ""  #: why the server is lost; empty while it is healthy
         self.is_ready = False  #: set after the server's start, which may take long
-        self._streams: dict[str, asyncio.Task[None]] = {}  # used by the thread only, like the rest
-        self._received_at: dict[str, float] = {}  # by stream, `time.monotonic`
+        self._streams: dict[str, asyncio.Task[None]] = {}  # from here on, used by the thread only
+        self._received_at: dict[str, float] = {}  # `time.monotonic` by stream
         self._aborting: set[asyncio.Task[None]] = set()
         self._idle: list[Connection] = []  # connections to use again
         self._tls = httpx.create_ssl_context(trust_env=False) if url.startswith("https:") else None
@@ -139,7 +139,7 @@ class UpstreamClient:
         self._thread = threading.Thread(target=self._run, name="upstream", daemon=True)
         self._thread.start()
 
-    # Any thread
+    # Methods for any thread
 
     def start(self, stream_id: str, path: str, body: bytes, delay_s: float = 0.0) -> None:
         self._loop.call_soon_threadsafe(self._start, stream_id, path, body, delay_s)
@@ -147,7 +147,7 @@ class UpstreamClient:
     def cancel(self, stream_id: str, abort: tuple[str, object] | None = None) -> None:
         """Close a stream, which aborts its request at the server. Pending events may still arrive.
 
-        `abort`: path and JSON of a request that aborts it at once, if closing the stream does so only later.
+        `abort`: path and JSON of a call that aborts the request immediately, for servers that react to closing later.
         """
         self._loop.call_soon_threadsafe(self._cancel, stream_id, abort)
 
@@ -161,7 +161,7 @@ class UpstreamClient:
         sent = self._client.request(method, path, timeout=timeout_s, json=json)
         return asyncio.run_coroutine_threadsafe(sent, self._loop).result()
 
-    # The engine's thread
+    # Methods for the engine's thread
 
     def receive(self, timeout_s: float) -> list[StreamEvent]:
         """Wait for events, or for `wake`. Raises: ServerLost."""
@@ -180,7 +180,7 @@ class UpstreamClient:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(HEALTH_TIMEOUT_S)
 
-    # The thread
+    # Methods for the client's thread
 
     def _run(self) -> None:
         watcher = self._loop.create_task(self._watch())
@@ -210,7 +210,7 @@ class UpstreamClient:
                 aborting.add_done_callback(self._aborting.discard)
 
     async def _abort(self, path: str, body: object) -> None:
-        with suppress(httpx.HTTPError):  # the closed stream remains
+        with suppress(httpx.HTTPError):  # closing the stream aborts the request, too
             await self._client.post(path, json=body, timeout=HEALTH_TIMEOUT_S)
 
     async def _stream(self, stream_id: str, path: str, body: bytes, delay_s: float) -> None:
@@ -266,7 +266,7 @@ class UpstreamClient:
         return made[1]
 
     def _put(self, event: StreamEvent) -> None:
-        """Deliver an event, together with those of the next moments: waking the engine's thread is expensive."""
+        """Deliver an event together with the next ones, because waking the engine's thread is expensive."""
         if not self._held:
             self._loop.call_later(len(self._streams) * HOLD_S_PER_STREAM, self._flush)
         self._held.append(event)

@@ -22,7 +22,7 @@ MODELS = "/v1/models"
 
 @dataclass(frozen=True, slots=True)
 class UpstreamRequest(EngineRequest):
-    """A prepared request. `max_tokens` is the number of output tokens, those of earlier attempts included."""
+    """A prepared request. `max_tokens` is the number of output tokens, including those of earlier attempts."""
 
     grammar: Grammar | None = None
     grammar_source: str = ""  #: the grammar in the syntax of llguidance, if the server runs it
@@ -60,14 +60,14 @@ class Dialect(ABC):
     metrics_path = ""
     #: Fields of `EngineStats` by the name of a Prometheus metric.
     metrics: ClassVar[Mapping[str, str]] = {}
-    #: To load and unload a LoRA adapter; None: not supported.
+    #: Paths that load and unload a LoRA adapter; None: not supported.
     adapter_paths: tuple[str, str] | None = None
     unsupported: tuple[str, ...] = ("num_prompt_logprobs",)  #: sampling parameters
     grammar_kinds: tuple[str, ...] = ("json", "regex", "choice")
-    #: Kinds of media: the server tokenizes the text of prompts with them again.
+    #: Kinds of media for which the server tokenizes the text of prompts again.
     retokenized: tuple[str, ...] = ()
     runs_grammar_source = False  #: whether the server enforces `grammar_source`
-    environment: ClassVar[Mapping[str, str]] = {}  #: of the started server
+    environment: ClassVar[Mapping[str, str]] = {}  #: variables of the started server
 
     @abstractmethod
     def arguments(self, port: int) -> list[str]:
@@ -78,7 +78,7 @@ class Dialect(ABC):
         """Read the server's properties. Raises: httpx.HTTPError, KeyError, ValueError."""
 
     def check(self, request: UpstreamRequest, text: "PromptText") -> None:
-        """Raises: InvalidRequest for a parameter that the API lacks, or a message that it would misread."""
+        """Raises: InvalidRequest for a parameter that the API lacks, or a message that the server would misread."""
         refuse(request.sampling, self.name, *self.unsupported)
         for kind in {each.kind for each in request.images} & {*self.retokenized}:
             text.check(request.prompt_token_ids, kind)
@@ -99,7 +99,7 @@ class Dialect(ABC):
         """The request for the tokens after the prompt and `output_ids`."""
 
     def abort(self, body: Mapping[str, Any]) -> tuple[str, object] | None:
-        """Path and JSON that abort the request with this body at once; None: closing its stream does."""
+        """Path and JSON that abort the request with this body immediately; None: closing its stream aborts it."""
         return None
 
     @abstractmethod
@@ -120,13 +120,13 @@ class PromptText:
         self._spelling = ControlSpelling(processor.control_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text that spells control tokens."""
+        """The text of token ids, with control tokens spelled."""
         read = self._tokenizer
         data = b"".join(read.token_bytes(i) or read.token_string(i).encode() for i in token_ids)
         return data.decode("utf-8", "replace")
 
     def check(self, token_ids: Sequence[int], kind: str) -> None:
-        """Raises: InvalidRequest if a message spells a control token, since the server would read a real one."""
+        """Raises: InvalidRequest if a message spells a control token, which the server would read as a real one."""
         num_control = sum(token_id in self._control_ids for token_id in token_ids)
         if len(self._spelling.find(self.decode(token_ids))) != num_control:
             raise InvalidRequest(
@@ -137,7 +137,7 @@ class PromptText:
 
 
 def find_model(client: UpstreamClient, wanted: str = "") -> dict[str, Any]:
-    """A model's entry of `GET /v1/models`; without a name, the first. Raises: EngineStartError; as `describe`."""
+    """A model's entry in `GET /v1/models`; without a name, the first. Raises: EngineStartError; see `describe`."""
     listed = client.request("GET", MODELS).raise_for_status().json()["data"]
     for found in listed:
         if found["id"] == wanted or not wanted:
@@ -147,7 +147,7 @@ def find_model(client: UpstreamClient, wanted: str = "") -> dict[str, Any]:
 
 
 def model_arguments(settings: UpstreamSettings) -> list[str]:
-    """A directory, or a repository of the hub and the option of its revision."""
+    """Arguments for the model: a directory, or a hub repository and its revision."""
     found = parse_hub_id(settings.model)
     if settings.model in BUILT_IN or found is None or Path(settings.model).is_dir():
         return [str(resolve_model(settings.model))]
@@ -156,7 +156,7 @@ def model_arguments(settings: UpstreamSettings) -> list[str]:
 
 
 _NEUTRAL = SamplingParams()
-#: Names of parameters in requests, where they differ.
+#: Names of parameters in requests, if they differ from those of `SamplingParams`.
 _PARAMS = {
     "keeps_stop": "include_stop_str_in_output", "num_logprobs": "logprobs", "num_prompt_logprobs": "prompt_logprobs",
     "returns_prompt_ids": "return_token_ids",
@@ -170,7 +170,7 @@ class TokenDetails(msgspec.Struct):
 
 
 class TokenUsage(msgspec.Struct):
-    """`usage` of OpenAI's API, which vLLM's has too."""
+    """`usage` in the APIs of OpenAI and vLLM."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0

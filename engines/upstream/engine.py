@@ -32,11 +32,11 @@ from engines.upstream.settings import UpstreamSettings
 from engines.upstream.streams import OpenRequest, StreamBroken, StreamEngine, error_message
 from shared.protocol import ErrorCode, FinishReason, Generate, Task, Tools
 
-ADAPTER_S = 120.0  #: to load an adapter
+ADAPTER_S = 120.0  #: time limit to load an adapter
 
 
 class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequest]):
-    """A model at a server that takes and returns token ids."""
+    """A model at a server that accepts and returns token ids."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
         self.processor, self.max_model_len, self.vocab_size = processor, max_model_len, vocab_size
         self.max_num_seqs = settings.max_num_seqs
         self._dialect, self._text = dialect, PromptText(processor)
-        # Compiles grammars to refuse those that the server would ignore, or compile for minutes.
+        # Compiles grammars, to refuse grammars that the server would ignore or compile for minutes.
         self._grammars = GrammarCompiler.create(
             processor.tokenizer, vocab_size, processor.reasoning, processor.spelled
         )
@@ -77,8 +77,8 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
             )
         if grammar is not None and tools is not None and not self._dialect.runs_grammar_source:
             raise InvalidRequest(
-                "this model's engine cannot offer functions beside a grammar: send tool_choice none, or leave "
-                f"{param} out",
+                "this model's engine cannot combine functions with a grammar: send tool_choice none, or "
+                f"omit {param}",
                 param,
             )
         request = UpstreamRequest(**self._fields(call, prompt, tools), grammar=grammar)
@@ -133,7 +133,7 @@ class UpstreamEngine(StreamEngine[UpstreamRequest], PromptingEngine[UpstreamRequ
             raise BadAdapter(f"the server failed: {type(error).__name__} {error}") from None
         if response.status_code == httpx.codes.NOT_FOUND and "Not Found" in response.text:
             raise BadAdapter(f"{self._dialect.name} was started without LoRA adapters")
-        if response.is_error and "already" not in response.text:  # by another worker
+        if response.is_error and "already" not in response.text:  # loaded by another worker
             raise BadAdapter(error_message(response.content) or response.text[:300])
         self._adapters[adapter.digest] = adapter
         return adapter
@@ -216,7 +216,7 @@ class _TokenRequest(OpenRequest):
                 num_added = max(0, num_prompt - len(request.prompt_token_ids))
                 answer.num_prompt_tokens = len(request.prompt_token_ids) + num_added
                 num_media = len(request.images) + num_added
-                # The server does not tell images from audio.
+                # The server does not distinguish images from audio.
                 is_audio = all(each.kind == "audio" for each in request.images)
                 answer.num_image_tokens = 0 if is_audio else num_media
                 answer.num_audio_tokens = num_media if is_audio else 0
@@ -247,7 +247,7 @@ class _TokenRequest(OpenRequest):
         return [*outputs, self.answer.output(tokens, reason)]
 
     def finish_reason(self, last: Sequence[int], num_tokens: int) -> FinishReason | None:
-        """Why an answer of this many tokens ends after the last one, if it does."""
+        """The finish reason of an answer of `num_tokens` tokens that end with `last`; None: it continues."""
         sampling = self._request.sampling
         ends = sampling.stop_token_ids
         if not sampling.ignore_eos:

@@ -35,7 +35,7 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGINT, lambda *_: send(signal.SIGTERM))
     threading.Thread(target=end_with_the_worker, daemon=True).start()
     code = server.wait()
-    send(signal.SIGKILL)  # to child processes that outlived the server
+    send(signal.SIGKILL)  # kills child processes that outlived the server
     return code if code >= 0 else 128 - code
 
 

@@ -24,7 +24,7 @@ from engines.upstream.dialect import (
 from engines.upstream.settings import LlamaServerSettings
 from shared.protocol import FinishReason, Generate
 
-_MAX_RECOVERED_BYTES = 3  #: of a token whose id the server does not report
+_MAX_RECOVERED_BYTES = 3  #: size of a token whose id the server does not report
 
 
 class _Score(msgspec.Struct):
@@ -85,7 +85,7 @@ class LlamaServer(Dialect):
             "--model", settings.model, "--host", "127.0.0.1", "--port", str(port),
             "--parallel", str(settings.max_num_seqs), "--no-ui",
         ]  # fmt: skip
-        if settings.max_model_len is not None:  # of all slots together
+        if settings.max_model_len is not None:  # context of all slots together
             arguments += ["--ctx-size", str(settings.max_model_len * settings.max_num_seqs)]
         if settings.mmproj:
             arguments += ["--mmproj", settings.mmproj]
@@ -150,7 +150,7 @@ class LlamaServer(Dialect):
         return chunk
 
     def recover(self, chunk: Chunk, num_missing: int) -> None:
-        """Add unreported tokens before `chunk.tokens`; at the end the end token, and parts of a character."""
+        """Add unreported tokens before `chunk.tokens`; to the last chunk, the end token and parts of a character."""
         if chunk.finish is not None:
             ends = self._tokenizer.eos_token_ids
             if chunk.finish is FinishReason.STOP and len(ends) == 1:
@@ -167,7 +167,7 @@ class LlamaServer(Dialect):
             chunk.lost, chunk.num_lost = data, num_missing
 
     def _spellings(self, num_tokens: int, data: bytes) -> list[list[int]]:
-        """Sequences of this many tokens that spell bytes; at most two."""
+        """At most two sequences of `num_tokens` tokens whose bytes are `data`."""
         if num_tokens == 0 or not data:
             return [[]] if num_tokens == 0 and not data else []
         found: list[list[int]] = []

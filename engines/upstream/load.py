@@ -36,8 +36,8 @@ from engines.upstream.sglang import Sglang, SglangMedia
 from engines.upstream.vllm import Vllm
 
 POLL_S = 0.2
-MAX_FRAMES = 32  #: of a video that vLLM reads, unless it is started with another limit
-DEFAULT_MAX_LEN = 131_072  #: of a server that does not report its context length
+MAX_FRAMES = 32  #: frames of a video that vLLM reads, unless it is started with another limit
+DEFAULT_MAX_LEN = 131_072  #: context length of a server that does not report it
 
 
 def load_upstream_engine(settings: UpstreamSettings, progress: Progress | None) -> LoadedEngine:
@@ -94,7 +94,7 @@ def connect(
 def closed_on_failure(
     client: UpstreamClient, server: ServerProcess | None, name: str
 ) -> Iterator[None]:
-    """Close both if the engine cannot be created. Raises: EngineLoadFailed for unexpected responses."""
+    """Close client and server if the engine cannot be created. Raises: EngineLoadFailed for unexpected responses."""
     try:
         yield
     except BaseException as error:
@@ -103,7 +103,7 @@ def closed_on_failure(
             server.close()
         if isinstance(error, httpx.HTTPError | LookupError | TypeError | ValueError):
             raise EngineLoadFailed(
-                f"{client.url} does not answer like {name}: {type(error).__name__}: {error}"
+                f"{client.url} does not respond like {name}: {type(error).__name__}: {error}"
             ) from None
         raise
 
@@ -134,7 +134,7 @@ def _text_files(settings: UpstreamSettings) -> Path:
 
 
 def _vocab_size(directory: Path, processor: ChatProcessor) -> int:
-    """The number of logits, which may exceed that of tokens."""
+    """The number of logits, which may exceed the number of tokens."""
     config = read_json(directory / "config.json")
     rows = config.section("text_config").get("vocab_size") or config.get("vocab_size") or 0
     return max(processor.tokenizer.vocab_size, rows)
@@ -165,7 +165,7 @@ def _wait_until_ready(
                 return
             if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
                 raise EngineStartError(f"VLM_ENGINE__API_KEY: {client.url} refuses it ({status})")
-            reason = f"the server answers {status}"
+            reason = f"the server returns status {status}"
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
         if server is not None:

@@ -1,6 +1,6 @@
-"""Images, videos and audio for a server that expands them itself: the prompt has one token for each.
+"""Images, videos and audio for a server that expands them itself: the prompt has one token per file.
 
-The worker's sandboxed decoder reads the client's bytes; the server gets PNG, JPEG and WAV files of what it decoded.
+The worker's sandboxed decoder reads the client's bytes. The server receives the decoded media as PNG, JPEG and WAV.
 """
 
 import math
@@ -23,7 +23,7 @@ from engines.text.processor import Item, MultimodalProcessor
 from engines.text.tokenizer import readable
 from shared.protocol import FRAMES_TYPE
 
-_TICKS_PER_S = 2**16  #: of a file, so that a server's floats of times are exact
+_TICKS_PER_S = 2**16  #: time base of MP4 files, in which times are exact as floats
 _WAV_FORMAT, _IEEE_FLOAT = Struct("<HHIIHH"), 3
 AUDIO_RATE = 16_000  #: samples a second, the usual input rate of speech models
 _TOKEN_FIELDS = {
@@ -53,7 +53,7 @@ class UnexpandedMedia(MultimodalProcessor):
     def __init__(self, tokens: Mapping[str, tuple[int, str]], max_frames: float) -> None:
         """`tokens` are (id, text) of the template's token for each kind of media.
 
-        `max_frames`: of a video; the server would ignore further ones.
+        `max_frames`: limit per video; the server would ignore further frames.
         """
         super().__init__(LLAVA_TEMPLATE if "image" in tokens else PLAIN_TEMPLATE)
         self.slot_id = tokens["image"][0] if "image" in tokens else None
@@ -72,7 +72,7 @@ class UnexpandedMedia(MultimodalProcessor):
         return to_wav(audio)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """One token for each."""
+        """One token for each file."""
         return [self._item(name, content, slot) for name, content in images]
 
     def _item(self, name: str, content: bytes | MediaFile, slot: str) -> Item:
@@ -89,7 +89,7 @@ def to_png(image: Image.Image, pixels: PixelLimits) -> bytes:
 
 
 def to_jpegs(video: OpenVideo, max_frames: float = math.inf) -> MediaFile:
-    """Evenly sampled frames as JPEG files, in the form that vLLM takes. Raises: InvalidImage."""
+    """Evenly sampled frames as JPEG files, in the format that vLLM accepts. Raises: InvalidImage."""
     indices = sample_evenly(video)
     _check_limit(video, "frames", len(indices), max_frames)
     files = (b64encode(_to_jpeg(frame)).decode() for frame in video.frames(indices))
@@ -126,8 +126,8 @@ def _check_limit(video: OpenVideo, unit: str, number: float, limit: float) -> No
     """Raises: InvalidImage."""
     if number > limit:
         raise InvalidImage(
-            f"The video would have {number:g} {unit}, but the model's server reads {limit:g}: send at most "
-            f"{limit:g}, by a lower fps or num_frames.",
+            f"The video would have {number:g} {unit}, but the limit of the model's server is {limit:g}: "
+            "send a lower fps or num_frames.",
             "num_frames" if video.options.fps is None else "fps",
         )
 
@@ -151,7 +151,7 @@ def to_wav(audio: OpenAudio) -> MediaFile:
 
 @readable()
 def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, str]]:
-    """Id and text of the template's token for each kind of media that the model takes. Raises: UnsupportedCheckpoint."""
+    """Id and text of the template's token for each supported kind of media. Raises: UnsupportedCheckpoint."""
     config = read_json(directory / "config.json")
     added = read_json(directory / "tokenizer.json").get("added_tokens") or []
     spelled: dict[int, str] = {token["id"]: token["content"] for token in added}
@@ -159,7 +159,7 @@ def find_media_tokens(directory: Path, template: str) -> dict[str, tuple[int, st
     for kind, names in _TOKEN_FIELDS.items():
         ids = [found for name in names if isinstance(found := config.get(name), int)]
         found = [i for i in ids if spelled.get(i) and spelled[i] in template]
-        found = found or (ids if kind == "image" else [])  # a template of text alone
+        found = found or (ids if kind == "image" else [])  # a template without images
         if found:
             tokens[kind] = found[0], spelled.get(found[0], "")
     return tokens

@@ -31,7 +31,7 @@ class UpstreamSettings(ServerSettings):
     """More arguments for the started server."""
     tokenizer: str = ""
     """Directory or Hugging Face id of tokenizer and chat template; empty: those of the model."""
-    media_kinds: ClassVar[tuple[str, ...]] = ("image",)  #: that the server's API accepts
+    media_kinds: ClassVar[tuple[str, ...]] = ("image",)  #: kinds that the server's API accepts
     silence_s: float = Field(default=30.0, gt=0)
     """Seconds without data from a stream after which the server's health is checked."""
 

@@ -29,7 +29,7 @@ from engines.upstream.settings import SglangSettings
 from engines.upstream.vllm import FINISH
 from shared.protocol import Generate, Grammar, Priority
 
-#: Models for which SGLang takes every frame of a short and slow video. It samples those of other models.
+#: Models for which SGLang reads every frame of a short and slow video. For other models, it samples frames.
 VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MAX_FRAMES, MAX_FPS = 768, 2.0
 _Scored = tuple[float | None, int, Any]  # logprob, token id, text
@@ -136,7 +136,7 @@ class Sglang(Dialect):
         if request.cache_salt:
             body["extra_key"] = request.cache_salt
         if request.priority is Priority.INTERACTIVE and not self._settings.url:
-            body["priority"] = 1  # the larger, the earlier; an error without priority scheduling
+            body["priority"] = 1  # larger is earlier; refused without priority scheduling
         for each in request.images:
             body.setdefault(f"{each.kind}_data", []).append(data_url(each.pixels))
         return body
@@ -161,7 +161,7 @@ class Sglang(Dialect):
 
 
 def _tokens(token_ids: list[int], meta: _Meta) -> list[TokenChoice]:
-    """New tokens; logprobs are those of the whole answer so far, or of the new tokens."""
+    """The new tokens. `meta` has the logprobs of the whole answer so far, or only those of the new tokens."""
     scores = meta.output_token_logprobs[len(meta.output_token_logprobs) - len(token_ids) :]
     if len(scores) < len(token_ids) or not token_ids:
         return [TokenChoice(token_id) for token_id in token_ids]

@@ -24,13 +24,13 @@ from engines.upstream.server import ServerProcess
 from shared.protocol import ErrorCode
 
 POLL_S = 0.05
-MAX_TRIES = 3  #: of a stream that breaks while the server is healthy
+MAX_TRIES = 3  #: tries of a stream that breaks while the server is healthy
 RETRY_S = 0.2
 BUSY = (429, 503)
 _ERROR = b'"error"'
 _stream_numbers = count()
 OPERATOR = (401, 402, 403, 404, 405)  #: a wrong key, account or address, not the client's fault
-#: In messages about a prompt that does not fit, of vLLM and SGLang.
+#: Texts in error messages of vLLM and SGLang about a prompt that does not fit.
 _TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
 
 
@@ -45,12 +45,12 @@ class StreamBroken(Exception):
 class OpenRequest(ABC):
     """A request at the server. A subclass reads its stream."""
 
-    stream_id = ""  #: of its last send; no other stream of this process has it
+    stream_id = ""  #: id of the last send, unique in this process
     num_breaks = 0
-    num_tokens = 0  #: output tokens, those of earlier attempts included
+    num_tokens = 0  #: output tokens, including those of earlier attempts
     is_started = False  #: whether there is output of this attempt
     is_complete = False  #: whether only `DONE` is missing, which some servers omit
-    #: Path and JSON that abort the request at the server, if it is to be told; None also once the server has finished.
+    #: Path and JSON of a call that aborts the request at the server; None: not needed, or the server has finished.
     abort: tuple[str, object] | None = None
 
     def __init__(self, request_id: str) -> None:
@@ -172,14 +172,14 @@ class StreamEngine(Engine[Request]):
         except StreamBroken as error:
             return self._refuse(request, error.status, str(error))
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            return self._retry(request, f"an event is not readable: {error}")
+            return self._retry(request, f"an event cannot be read: {error}")
         if outputs and outputs[-1].finish_reason is not None:
             del self._open[request.request_id]
             self._client.cancel(request.stream_id, request.abort)
         return outputs
 
     def _refuse(self, request: OpenRequest, status: int, message: str) -> list[EngineOutput]:
-        """Handle an error of the server, which comes as a response or inside a stream."""
+        """Handle an error of the server, received as a response or inside a stream."""
         if status in BUSY and (request.can_continue() or not request.num_tokens):
             self._client.cancel(request.stream_id)
             self._send(request, delay_s=RETRY_S)
@@ -211,7 +211,7 @@ class StreamEngine(Engine[Request]):
 
 
 def error_message(data: bytes) -> str:
-    """The message of an error body; empty: it has none."""
+    """The message in an error body; empty if there is none."""
     try:
         found = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError):

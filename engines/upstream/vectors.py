@@ -1,7 +1,7 @@
 """Any server of OpenAI's embeddings API, or of Jina's rerank API: vLLM, SGLang, llama-server, Infinity or a hosted one.
 
-The worker tokenizes, truncates and normalizes, so the server gets token ids, or pairs of texts; batches, priorities and
-the result cache are those of the pooling engine.
+The worker tokenizes, truncates and normalizes; the server receives token ids, or pairs of texts. Batches, priorities
+and the result cache are those of the pooling engine.
 
 Source: OpenAI API reference, "Create embeddings"; Jina API reference, "Reranker".
 """
@@ -39,7 +39,7 @@ from engines.upstream.streams import BUSY, OPERATOR, error_message
 from shared.protocol import Embed, Rerank
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
-TIMEOUT_S = 120.0  #: of one batch
+TIMEOUT_S = 120.0  #: time limit of one batch
 RETRY_S = (0.2, 1.0, 5.0)  #: pauses after a failure of the server
 
 
@@ -73,12 +73,12 @@ class VectorModel(PoolingModel):
 
     def row(self, task: Embed, index: int, images: Sequence[PreparedImage]) -> Row:
         if not task.is_normalized:
-            raise InvalidRequest("This model returns vectors of length 1 only.", "normalized")
+            raise InvalidRequest("This model only returns vectors of length 1.", "normalized")
         return super().row(task, index, images)
 
     def pair(self, task: Rerank, index: int) -> Row:
         if task.is_raw:
-            raise InvalidRequest("This model returns no raw scores.", "raw_scores")
+            raise InvalidRequest("This model returns no raw scores: omit raw_scores.", "raw_scores")
         words = self.texts.pair(task, index)
         _, second = self.texts.encode_pair(task, index)
         query = task.queries[index if len(task.queries) > 1 else 0]
@@ -95,7 +95,7 @@ class VectorModel(PoolingModel):
             self._send(list(same))
 
     def _send(self, rows: list[Row]) -> None:
-        """Send rows in one request. If the server refuses several, each is sent alone."""
+        """Send rows in one request. If the server refuses several rows, each row is sent alone."""
         first = rows[0].content
         body: dict[str, Any] = {"model": self._model}
         if isinstance(first, Words):
@@ -118,10 +118,10 @@ class VectorModel(PoolingModel):
                 self._send([row])
         else:
             message = error_message(response.content)
-            rows[0].error = message or f"the server answers {response.status_code}"
+            rows[0].error = message or f"the server returns status {response.status_code}"
 
     def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """The answer, or the refusal of this request. Raises: EngineLoadFailed."""
+        """The response, which may refuse the request. Raises: EngineLoadFailed."""
         reason = ""
         for pause_s in (*RETRY_S, 0.0):
             try:
@@ -150,7 +150,7 @@ def _read(answer: Any, rows: Sequence[Row]) -> None:
     else:
         entries = answer if isinstance(answer, list) else answer["results"]
         if len(entries) != len(rows):
-            raise ValueError(f"{len(entries)} scores of {len(rows)} documents")
+            raise ValueError(f"{len(entries)} scores for {len(rows)} documents")
         for entry in entries:
             score = entry["relevance_score"] if "relevance_score" in entry else entry["score"]
             score = array("f", [math.nan if score is None else float(score)])

@@ -65,7 +65,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Vllm(Dialect):
-    """Continues answers from token ids; those with grammars or penalties only with our logits processor."""
+    """Continues answers from token ids. Answers with grammars or penalties need our logits processor."""
 
     name = "vLLM"
     program = ("vllm", "serve")
@@ -163,7 +163,7 @@ class Vllm(Dialect):
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
         if request.priority is Priority.BATCH and not self._settings.url:
-            body["priority"] = 1  # an error without --scheduling-policy priority
+            body["priority"] = 1  # refused without --scheduling-policy priority
         if request.images:
             body["content_parts"] = [
                 {"type": f"{each.kind}_url", "url": data_url(each.pixels), "uuid": each.image_hash}

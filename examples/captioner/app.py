@@ -1,4 +1,4 @@
-"""Captions of images by the built-in model: `{"image": BASE64}` in, the caption in pieces out."""
+"""Captions of images by the built-in model. Input: `{"image": BASE64}`; output: the caption, in pieces."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from vlm_app import Application, Context, TaskError
 
 
 class Captioner(Application):
-    """One sentence for each shape. A session's common data may ask another `question`."""
+    """Writes one sentence per shape. A session's common data can replace the `question`."""
 
     question = "Describe the image."
 
@@ -25,11 +25,11 @@ class Captioner(Application):
         self.engine = create_engine(values).engine
 
     def enter(self, common_data: dict) -> None:
-        """Take the session's question."""
+        """Use the question of the session."""
         self.question = common_data["question"]
 
     def run(self, task: dict) -> Iterator[str]:
-        """The caption, as the model writes it. Raises: TaskError."""
+        """Yield the pieces of the caption. Raises: TaskError."""
         try:
             data = base64.b64decode(task["image"], validate=True)
             width, height = Image.open(io.BytesIO(data)).size
@@ -49,6 +49,6 @@ class Captioner(Application):
 
 
 class Counter(Captioner):
-    """Another version, for a canary."""
+    """Another version of the application, to deploy as a canary."""
 
     question = "How many shapes are there?"

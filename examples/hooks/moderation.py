@@ -1,4 +1,4 @@
-"""Refuse what a moderation server flags: `VLM_GATEWAY__HOOKS=moderation:Moderation`.
+"""Refuse prompts and answers that a moderation server flags: `VLM_GATEWAY__HOOKS=moderation:Moderation`.
 
 MODERATION_URL is an endpoint with OpenAI's moderation API, such as http://127.0.0.1:9000/v1/moderations.
 """

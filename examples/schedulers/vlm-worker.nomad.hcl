@@ -1,4 +1,4 @@
-# Workers as a Nomad job: nomad job run vlm-worker.nomad.hcl
+# A Nomad job of two workers: nomad job run vlm-worker.nomad.hcl
 job "vlm-worker" {
   group "worker" {
     count = 2

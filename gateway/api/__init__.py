@@ -1,8 +1,8 @@
-"""The APIs, one file each.
+"""All HTTP endpoints of the gateway.
 
-An API that calls models is a `Surface`, listed in `SURFACES`; its route, OpenAPI description and error format follow
-from the class. `tests/contract/test_surface.py` tests all surfaces. Other endpoints are operations of a `Resource`,
-listed below.
+An API that only calls models is a `Surface`, listed in `SURFACES`. Its class defines the route, the OpenAPI description
+and the error format. `tests/contract/test_surface.py` tests all surfaces. Other endpoints are operations of a
+`Resource`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ SURFACES: tuple[Callable[[LimitSettings], Surface], ...] = (
 
 @dataclass
 class Streams(Endpoint):
-    """Resume a stream, in the format of the API that began it."""
+    """Resume a stream in the format of the API that started it."""
 
     name = "resume_stream"
     method = "GET"
@@ -73,7 +73,7 @@ class Streams(Endpoint):
     tag = "streams"
     answers_text = "text/event-stream"
     headers: ClassVar = {
-        "last-event-id": "The last event that was received. Without it, all events are sent."
+        "last-event-id": "Id of the last received event. Without this header, all events are sent."
     }
 
     _lifecycle: Lifecycle
@@ -86,7 +86,7 @@ class Streams(Endpoint):
 def create_endpoints(
     services: Services, surfaces: Sequence[Surface]
 ) -> Iterator[tuple[Endpoint, Serve]]:
-    """All endpoints, each with the function that serves it."""
+    """Yield all endpoints, each with the function that serves it."""
     settings = services.settings
     needed = OperationServices(
         services.admission,

@@ -1,4 +1,4 @@
-"""Shared encoders of answers: streams of chunks and of blocks, coalesced token events, usage."""
+"""Encoders that the text APIs share: streams of chunks or blocks, merged token events, usage."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -50,7 +50,7 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    #: Only if the answer has reasoning.
+    #: Absent if the answer has no reasoning.
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
@@ -88,12 +88,12 @@ class PromptTokenScore(msgspec.Struct):
     decoded_token: str
 
 
-#: For each position, scores by token id, the prompt's own token first; null for the first position.
+#: One entry per position: scores by token id, the prompt's own token first. null for the first position.
 PromptLogprobs = list[dict[str, PromptTokenScore] | None]
 
 
 class PromptTokens:
-    """Token ids and logprobs of one choice's prompt, collected from ranges that may repeat."""
+    """Token ids and logprobs of one choice's prompt. Events may repeat the logprobs of a position."""
 
     def __init__(self) -> None:
         self._found: dict[int, PromptLogprob] = {}
@@ -139,7 +139,7 @@ def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
 def with_ends(
     events: Sequence[ChoiceEvent], *, joins: bool
 ) -> Iterator[tuple[int, CallEvent, Finished | None]]:
-    """Merged events, each with the `Finished` event if it is the last of its choice.
+    """Merged events. The last event of each choice comes with the choice's `Finished` event.
 
     `joins`: yield a choice's last tokens and its `Finished` event as one, if they were published together.
     """
@@ -180,7 +180,7 @@ class Block(msgspec.Struct):
     def is_whole(self) -> bool:
         """Whether the arguments of a call are complete."""
         arguments = self.text.encode()
-        try:  # numbers of any size
+        try:  # raw values, because a number may have any size
             return msgspec.json.decode(arguments, type=dict[str, msgspec.Raw]) is not None
         except msgspec.MsgspecError:
             return False
@@ -190,11 +190,11 @@ class Block(msgspec.Struct):
 
     @property
     def json(self) -> msgspec.Raw:
-        """The arguments of a call; an empty object if the answer was cut inside them."""
+        """The arguments of a call; an empty object if they are incomplete."""
         return msgspec.Raw(self.text.encode() if self.is_whole else b"{}")
 
 
-#: To find out whether arguments that nest too deeply for the decoder are complete: the grammar guarantees valid JSON.
+#: For arguments that nest too deeply for the decoder: the grammar guarantees JSON, so they end where brackets match.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENED, _CLOSED = re.compile(rb"[{\[]"), re.compile(rb"[}\]]")
 
@@ -202,7 +202,7 @@ Addition = tuple[Block, str, tuple[OutputLogprob, ...]]
 
 
 class Blocks:
-    """The blocks of one choice: reasoning if the client gets it, text, calls."""
+    """The blocks of one choice: reasoning (if the client requests it), text, calls."""
 
     def __init__(self, answer_id: str, choice: int = 0, *, with_thought: bool = True) -> None:
         self.all: list[Block] = []
@@ -210,7 +210,7 @@ class Blocks:
         self._choice = choice
         self._with_thought = with_thought
         self._num_calls = 0
-        self._held: tuple[OutputLogprob, ...] = ()  # of tokens whose text is not complete yet
+        self._held: tuple[OutputLogprob, ...] = ()  # logprobs of tokens whose text is incomplete
 
     def add(self, event: Tokens) -> list[Addition]:
         """Add tokens. Returns the additions by block; the addition to a new block may be empty."""
@@ -236,7 +236,7 @@ class Blocks:
                 self.add(event)
 
     def complete(self) -> Block:
-        """The last block. Adds an empty text if the answer has neither text nor calls after the reasoning."""
+        """The last block. Adds an empty text block if neither text nor calls follow the reasoning."""
         if not self.all or self.all[-1].kind == "thought":
             self._grow("text", "", self._release())
         return self.all[-1]
@@ -270,19 +270,19 @@ class Blocks:
 
 
 def call_id(answer_id: str, choice: int, index: int) -> str:
-    """The id of a call, which is the same for every reader of a stream."""
+    """The id of a call. All readers of a stream compute the same id."""
     return f"call_{answer_id[-20:]}{choice:02x}{index:02x}"
 
 
 class ChunkOptions(msgspec.Struct, frozen=True):
-    """Options of an answer, copied from the request, which may be large and is not retained."""
+    """Options of an answer. They are copied, because the request may be large and is not retained."""
 
     include_usage: bool = False
-    continuous_usage: bool = False  #: usage so far in every chunk
+    continuous_usage: bool = False  #: whether every chunk has the usage so far
     with_logprobs: bool = False
     with_prompt_logprobs: bool = False
     with_token_ids: bool = False
-    #: Only if the request has the field.
+    #: Unset if the request has no `service_tier`.
     service_tier: str | UnsetType = UNSET
 
     @classmethod
@@ -302,7 +302,7 @@ Options = TypeVar("Options", bound=ChunkOptions)
 
 
 def by_choice(events: Sequence[ChoiceEvent], totals: Totals) -> Iterator[tuple[int, Tokens, str]]:
-    """The joined tokens of each choice of a whole answer, and why it ended."""
+    """Index, joined tokens and finish reason of each choice of a complete answer."""
     pieces: list[list[Tokens]] = [[] for _ in totals.finished]
     reasons = [""] * len(pieces)
     for index, event in events:
@@ -318,12 +318,12 @@ def by_choice(events: Sequence[ChoiceEvent], totals: Totals) -> Iterator[tuple[i
 class ChunkStream(Generic[Options]):
     """An answer of the chat or completions API, whole or in chunks.
 
-    Each choice has a first chunk, content, and a chunk with `finish_reason`; then follow the usage, if it is
-    requested, and `[DONE]`.
+    Each choice has a first chunk, chunks of content, and a chunk with `finish_reason`. The usage, if it is
+    requested, and `[DONE]` come after all choices.
     """
 
     chunk_type: type[msgspec.Struct]
-    num_choices = 2**31  #: of each prompt
+    num_choices = 2**31  #: choices per prompt
 
     def __init__(self, options: Options, head: AnswerHead) -> None:
         self.head = head
@@ -413,7 +413,7 @@ class ChunkStream(Generic[Options]):
 
 
 class BlockStream:
-    """An answer in blocks: each one opens, grows and closes before the next."""
+    """An answer in blocks. Each block opens, grows and closes before the next one opens."""
 
     def __init__(self, head: AnswerHead, *, with_thought: bool = True) -> None:
         self.head = head

@@ -1,8 +1,8 @@
-"""`/v1/packages` and `/v1/blobs`: uploads of packages to the store; `/v1/applications` and `/v1/nodes`: deployments,
-their changes, and the machines that run them. For deploy keys.
+"""`/v1/packages` and `/v1/blobs`: upload packages to the store; `/v1/applications` and `/v1/nodes`: change and list
+deployments, and the machines that run them. All require a deploy key.
 
 Blobs are streamed to the store while they arrive; an interrupted upload continues where it stopped. A change of a
-deployment is recorded in the package store first, then in Redis. If Redis fails, nodes read it from the store.
+deployment is recorded in the package store first, then in Redis. If Redis fails, nodes read the change from the store.
 """
 
 import asyncio
@@ -125,7 +125,7 @@ class DeployResource(Resource):
 
 _MAX_UPLOADS = 4  #: concurrent uploads at full speed
 _SLOW_RATE = 256 * 1024  #: bytes per second; a slower upload counts as slow
-_MAX_THREADS = 64  #: fast and slow uploads of all keys
+_MAX_THREADS = 64  #: upload threads for all keys together
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
 
 
@@ -154,7 +154,7 @@ class _Body:
         self._has_more = True
         self._reading: asyncio.Task[None] | None = None
         self._looked_at = (0, 0.0)
-        self.error: ApiError | None = None  #: why the body ends early
+        self.error: ApiError | None = None  #: the reason if the body ends early
 
     def seekable(self) -> bool:
         return False
@@ -164,7 +164,7 @@ class _Body:
         return asyncio.run_coroutine_threadsafe(self._next(), self._loop).result()
 
     def cut(self, error: ApiError) -> None:
-        """Make `read` raise."""
+        """Make the current or the next `read` raise OSError."""
         self.error = self.error or error
         if self._reading is not None:
             self._reading.cancel()
@@ -174,7 +174,7 @@ class _Body:
         num_bytes, waited_s = self._looked_at
         self._looked_at = (self._paced.num_bytes, self._paced.waited_s)
         waited_s = self._paced.waited_s - waited_s
-        has_waited = waited_s > period_s / 2  # otherwise the store is slow
+        has_waited = waited_s > period_s / 2  # else the store is slow, not the client
         return has_waited and self._paced.num_bytes - num_bytes < waited_s * _SLOW_RATE
 
     async def _next(self) -> bytes:
@@ -278,7 +278,7 @@ class Packages(DeployResource):
         except BadBlob as error:
             raise InvalidRequest(f"{error}.", code="digest_mismatch") from None
         except WrongStart:
-            raise conflict("Cannot continue at this offset: HEAD returns upload-offset.") from None
+            raise conflict("Wrong offset: HEAD returns the right one in upload-offset.") from None
         except StoreError:
             if body.error is None:
                 raise
@@ -319,15 +319,15 @@ _TRIES = 20  # attempts of a change that conflicts with other changes of the rec
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest  #: digest of the package's manifest; the store must have its blobs
     spec: SpecBody = SpecBody()
-    environment: Environment = Environment()  #: not for models
-    #: Refuse if it is not the latest generation.
+    environment: Environment = Environment()  #: refused for models
+    #: Refuse the deployment if this is not the latest generation.
     if_generation: Annotated[int, Meta(ge=0)] | None = None
     #: Signature of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; stored with the package.
     signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
 
 
 class Rollback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    #: Generation to restore; null: the previous one that served.
+    #: Generation to restore; null: the previously active generation.
     generation: Annotated[int, Meta(ge=1)] | None = None
 
 
@@ -339,7 +339,7 @@ class Scale(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `POST /v1/applications/{name}:route`, and its answer."""
 
-    #: By version (first 12 digits of its digest). Empty: remove the route.
+    #: Weights by version (the first 12 digits of its digest). Empty: remove the route.
     weights: Annotated[
         dict[Annotated[str, Meta(pattern=VERSION)], Annotated[int, Meta(ge=0, le=10**6)]],
         Meta(max_length=16),
@@ -541,7 +541,7 @@ class Applications(DeployResource):
         return 202, await self._get(name)
 
     async def _check_room(self, active: Generation, wanted: Generation) -> None:
-        """Check that nodes have the changed resources of the active version. Raises: ApiError, RedisError."""
+        """Check that nodes can provide the active version's changed resources. Raises: ApiError, RedisError."""
         if active.spec.resources == wanted.spec.resources:
             return
         nodes = await self._deployments.nodes()
@@ -555,7 +555,7 @@ class Applications(DeployResource):
         name, history = await self._known(caller)
         candidate = history.candidate
         if candidate is not None and body.generation is None:
-            await self._settle(name, candidate.number, Outcome("rolled_back", "asked for"))
+            await self._settle(name, candidate.number, Outcome("rolled_back", "requested"))
             return await self._get(name)
         active = history.active
         if body.generation is None:
@@ -563,7 +563,7 @@ class Applications(DeployResource):
         else:
             back = history.generations.get(body.generation)
         if back is None or not back.digest:
-            raise conflict("There is no such earlier version; the application lists all.")
+            raise conflict("No such version: GET /v1/applications/{name} lists the generations.")
         generation = history.back_to(back, (active or back).spec)
         async with self._held(back.digest):
             await self._add(generation, history)
@@ -657,8 +657,8 @@ class Applications(DeployResource):
         num_slots = len(app.of(active.version, *started)) if app is not None else 0
         if self._models.num_workers[model] <= num_slots:
             raise conflict(
-                f"The route of {name} sends requests to {model}, and only nodes serve it: start workers "
-                "of it elsewhere, or set its weight to 0."
+                f"The route of {name} sends requests to {model}, and only nodes serve it: start other "
+                "workers for it, or set its weight to 0."
             )
 
     async def _route(self, name: str) -> RouteRecord:
@@ -712,7 +712,7 @@ class Applications(DeployResource):
 
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
-        """A complete, signed package, protected from deletion inside the block. Raises: ApiError, StoreError."""
+        """Check a package and its signature. Protect it from deletion in the block. Raises: ApiError, StoreError."""
         store, signers = self._store, self._settings.signers
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:
@@ -745,7 +745,7 @@ class Applications(DeployResource):
         await asyncio.to_thread(record_generation, store, generation)
         logger.info("deployment %s: generation %d (%s)", name, number, generation.cause)
         if history is not None and history.candidate is not None:
-            outcome = Outcome("rolled_back", f"generation {number} came after it")
+            outcome = Outcome("rolled_back", f"generation {number} replaced it")
             await asyncio.to_thread(settle, store, name, history.candidate.number, outcome)
         if not generation.digest or (active is not None and active.version == generation.version):
             await asyncio.to_thread(settle, store, name, number, Outcome("active"))
@@ -761,7 +761,7 @@ class Applications(DeployResource):
     async def _change(
         self, name: str, change: Callable[[App, float], App], new: App | None = None
     ) -> None:
-        """Write the change to Redis; if that fails, nodes read it from the store."""
+        """Write a change to Redis. If this fails, nodes read the change from the store."""
         try:
             now = await self._deployments.now()
             for _ in range(_TRIES):

@@ -1,5 +1,5 @@
-"""`POST /v1/chat/completions` and `POST /v1/completions`: conversations about text and images, and texts to be
-continued, as OpenAI defines them.
+"""`POST /v1/chat/completions` and `POST /v1/completions`: OpenAI's chat completions with text, images, video and audio,
+and OpenAI's text completions.
 
 Fixed limits are part of the types; `translate` checks the limits that an operator can change.
 
@@ -116,13 +116,13 @@ class IgnoredImageFields(RequestStruct, frozen=True, kw_only=True):
 
 
 class ImageUrl(IgnoredImageFields, frozen=True, kw_only=True):
-    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
+    """An image: a `data:` URL, or an http(s) URL if the operator allows it."""
 
     url: str
 
 
 class IgnoredPartFields(RequestStruct, frozen=True, kw_only=True, tag_field="type"):
-    """Cache hints that some clients add to parts; no effect."""
+    """Cache hints that some clients add to content parts. They have no effect."""
 
     cache_control: Ignored = UNSET
     prompt_cache_breakpoint: Ignored = UNSET
@@ -136,7 +136,7 @@ PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class PixelFields(RequestStruct, frozen=True, kw_only=True):
-    """Minimum and maximum pixels to scale an image or a frame to, within the model's limits."""
+    """Bounds on the pixels of a scaled image or frame, within the model's own limits."""
 
     min_pixels: PixelCount | None = None
     max_pixels: PixelCount | None = None
@@ -158,7 +158,7 @@ class ImageContent(IgnoredPartFields, frozen=True, kw_only=True, tag="image_url"
 
 
 class VideoUrl(VideoFields, frozen=True, kw_only=True):
-    """A video: a `data:` URL of a file or of JPEG frames, an http(s) one if the operator allows it, or a file's id."""
+    """A video: a `data:` URL of a file or of JPEG frames, an http(s) URL if the operator allows it, or a file's id."""
 
     url: str
 
@@ -168,7 +168,7 @@ class VideoContent(IgnoredPartFields, frozen=True, kw_only=True, tag="video_url"
 
 
 class AudioUrl(RequestStruct, frozen=True, kw_only=True):
-    """An audio file: a `data:` URL, an http(s) one if the operator allows it, or a file's id."""
+    """An audio file: a `data:` URL, an http(s) URL if the operator allows it, or a file's id."""
 
     url: str
 
@@ -240,12 +240,12 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """A message. Clients may send an assistant's message back with all fields of the answer and others."""
+    """A message. An assistant message may repeat all fields of an answer. Unknown fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    #: null or missing only in assistant messages
+    #: Omitted only in assistant messages; null only in assistant and tool messages.
     content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
-    #: The assistant's reasoning; some clients name it `reasoning`. Other values than text are ignored.
+    #: The assistant's reasoning; some clients name it `reasoning`. Values that are not strings are ignored.
     reasoning: Ignored = UNSET
     reasoning_content: Ignored = UNSET
     tool_calls: Annotated[list[CallField] | None, doc("Calls of the assistant.")] = None
@@ -265,7 +265,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class ThinkingType(EchoedStruct, frozen=True, kw_only=True):
-    """Whether the model thinks; `auto`: the model's default."""
+    """Whether the model thinks. `adaptive` and `auto`: the model's default."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
 
@@ -349,7 +349,7 @@ class AnswerFunction(msgspec.Struct):
 
 
 class AnswerCall(msgspec.Struct):
-    """A function call. In chunks: `index` and `function`; the first one also has `id` and `type`."""
+    """A function call. Chunks have `index` and `function`; the first chunk of a call also has `id` and `type`."""
 
     function: AnswerFunction
     id: str | UnsetType = UNSET
@@ -388,7 +388,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChoiceDelta(msgspec.Struct):
-    """The delta of a choice. The first one has the role; the last one is empty."""
+    """The delta of a choice. The first delta has the role; the last delta is empty."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -485,7 +485,7 @@ class ChatCompletions(Surface):
         )
         for name in StructuredFields.__annotations__:
             properties[name]["description"] = (
-                "Constrains the answer. Send one such field. A schema: at most "
+                "Constrains the answer. Send at most one such field. A schema: at most "
                 f"{limits.max_schema_bytes} bytes, {limits.max_schema_depth} levels and "
                 f"{limits.max_schema_values} values; a pattern: {limits.max_pattern_chars} characters; "
                 f"choices: {limits.max_choice_texts}; a grammar: {limits.max_grammar_bytes} bytes."
@@ -498,7 +498,7 @@ class ChatCompletions(Surface):
 def translate(
     request: ChatCompletionRequest, context: RequestContext, card: ModelCard, limits: LimitSettings
 ) -> Plan:
-    """The tasks of a request, one per choice. Raises: InvalidRequest."""
+    """The plan of a request, with one task per choice. Raises: InvalidRequest."""
     check_stream(request)
     priority = find_priority(request.service_tier, context)
     count = request.n or 1
@@ -617,7 +617,7 @@ class _Messages(msgspec.Struct):
         return self._conversation.medium(source, role)
 
     def _options(self, video: VideoUrl, param: str) -> VideoOptions:
-        """Frame options of the part, else of the request."""
+        """The frame options of the video, else those of the request."""
         default = self._request.media_io_kwargs
         return video.options(param, self._limits, default and default.video)
 
@@ -652,7 +652,7 @@ def _reasoning(message: ChatMessageParam) -> str:
 
 
 def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Ending:
-    """How the prompt ends: a final assistant message is continued. Raises: InvalidRequest."""
+    """How the prompt ends. By default, a final assistant message is continued. Raises: InvalidRequest."""
     continues, adds = request.continue_final_message, request.add_generation_prompt
     if continues and adds:
         raise invalid("continue_final_message", "send it or add_generation_prompt, not both")
@@ -666,7 +666,7 @@ def _ending(request: ChatCompletionRequest, conversation: Conversation) -> Endin
 def _template_options(
     request: ChatCompletionRequest, card: ModelCard, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """Variables of the chat template: `chat_template_kwargs`, and the switches of thinking."""
+    """Variables of the chat template, from `chat_template_kwargs` and the fields that control thinking."""
     options = find_template_options(card, request.chat_template_kwargs, context)
     thinking = request.thinking
     if isinstance(thinking, ThinkingType):
@@ -679,10 +679,10 @@ def _template_options(
 
 
 def _max_tokens(request: ChatCompletionRequest) -> tuple[int | None, str]:
-    """The requested maximum, and its field. Raises: InvalidRequest."""
+    """The requested maximum number of tokens, and the name of its field. Raises: InvalidRequest."""
     old, new = request.max_tokens, request.max_completion_tokens
     if old is not None and new is not None and old != new:
-        raise invalid("max_tokens", "send it or max_completion_tokens; they differ")
+        raise invalid("max_tokens", "max_completion_tokens differs; send one of the two")
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
@@ -783,13 +783,13 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     model: ModelName
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
-    #: 0 for logprobs of the prompt only.
+    #: 0: generate nothing; requires `echo` or `prompt_logprobs`.
     max_tokens: Count | None = None
     echo: Annotated[
         bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
     ] = None
     logprobs: Annotated[
-        Count | None, doc("Number of most likely tokens to return logprobs of, for each token.")
+        Count | None, doc("Number of most likely tokens returned with logprobs, for each token.")
     ] = None
     add_special_tokens: Annotated[
         bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
@@ -830,7 +830,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class CompletionOptions(ChunkOptions, frozen=True):
-    num_choices: int = 1  #: of each prompt
+    num_choices: int = 1  #: choices per prompt
     #: The prompts to echo; None for a prompt of token ids.
     echo: tuple[str | None, ...] = ()
 
@@ -849,7 +849,7 @@ class Completions(Surface):
     answer_type = chunk_type = Completion
     traced = ("stream", "n", "max_tokens", "temperature", "top_p", "top_k", "seed")
     unsupported = UNSUPPORTED["/v1/completions"]
-    commas = "max_input_commas"  # of lists of token ids
+    commas = "max_input_commas"  # lists of token ids have many commas
 
     def plan(self, request: CompletionRequest, context: RequestContext, card: ModelCard) -> Plan:
         prompts = _prompts(request)
@@ -901,7 +901,7 @@ class Completions(Surface):
         if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
             raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
         check_most("n", count, limits.max_choices)
-        check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, times n")
+        check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, counted n times")
         num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
         check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")
         check_most("logprobs", request.logprobs or 0, limits.max_top_logprobs)
@@ -920,7 +920,7 @@ class Completions(Surface):
 def _with_echo(
     sampling: SamplingParams, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart]
 ) -> SamplingParams:
-    """Request logprobs of the prompt if the echo has logprobs, or is decoded from token ids."""
+    """Request logprobs of the prompt if the echo returns them, or needs them to decode token ids."""
     is_text = isinstance(prompts[0], TextPart)
     if not request.echo or (is_text and request.logprobs is None):
         return sampling
@@ -949,7 +949,7 @@ class CompletionAnswer(ChunkStream[CompletionOptions]):
     def __init__(self, options: CompletionOptions, head: AnswerHead) -> None:
         super().__init__(options, head)
         self.num_choices = options.num_choices
-        self._num_chars: dict[int, int] = {}  # by choice
+        self._num_chars: dict[int, int] = {}  # characters of the text so far, by choice
         self._tokens_of_prompt: defaultdict[int, PromptTokens] = defaultdict(PromptTokens)
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
@@ -978,7 +978,7 @@ class CompletionAnswer(ChunkStream[CompletionOptions]):
         return super().frames(events, totals)
 
     def can_begin(self, event: CallEvent) -> bool:
-        """Whether all tokens of the prompt have arrived, which the first chunk echoes."""
+        """Whether all tokens of the prompt have arrived. The first chunk of a choice echoes them."""
         if isinstance(event, Tokens):
             return bool(event.num_tokens or event.text)
         return isinstance(event, Finished)
@@ -1003,7 +1003,7 @@ class CompletionAnswer(ChunkStream[CompletionOptions]):
         return choice if has_content else None
 
     def _begin(self, index: int) -> CompletionChoice:
-        """The part before the text: the echoed prompt, with logprobs of its tokens if requested."""
+        """The start of a choice: the echoed prompt, with logprobs of its tokens if requested."""
         choice = CompletionChoice(index, "")
         entries: list[PromptLogprob] = []
         if self.options.echo:
@@ -1031,7 +1031,7 @@ class CompletionAnswer(ChunkStream[CompletionOptions]):
 def to_text_logprobs(
     entries: Sequence[OutputLogprob | PromptLogprob], begin: int
 ) -> CompletionLogprobs:
-    """The `logprobs` object of tokens; the first of a prompt has none. `begin`: offset of the first in the text."""
+    """The `logprobs` object of tokens. `begin`: text offset of the first token."""
     found = CompletionLogprobs([], [], [], [])
     for entry in entries:
         chosen, offset, has_logprob = entry.chosen, begin, True

@@ -1,4 +1,4 @@
-"""Shared by requests of all APIs: field types, the priority, errors that name a field, and sampling parameters."""
+"""Request fields that several APIs share: types, checks against limits, priority and sampling parameters."""
 
 import hashlib
 import re
@@ -27,7 +27,7 @@ from shared.settings.limits import MAX_MODEL_CHARS, MAX_NAME_CHARS, MAX_USER_CHA
 ModelName = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
 UserName = Annotated[str, Meta(max_length=MAX_USER_CHARS)]
 User = Annotated[UserName | None, Meta(description="Identifies the end user; logged as a hash.")]
-ShowsTimings = Annotated[bool | None, Meta(description="Return the durations of stages.")]
+ShowsTimings = Annotated[bool | None, Meta(description="Return the duration of each stage.")]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 Ignored = Raw | UnsetType  #: validated as JSON, otherwise ignored
 CallName = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
@@ -39,7 +39,7 @@ Timings = dict[str, float] | UnsetType
 PRIORITY_HEADER = b"x-vlm-priority"
 
 
-#: Sampling fields of vLLM, SGLang and llama-server.
+#: Unsupported sampling fields of vLLM, SGLang and llama-server.
 _TEXT: Unsupported = {
     "bad_words": ([],),
     "best_of": (1,),
@@ -69,8 +69,8 @@ _MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
 _MEDIA: Unsupported = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
 _RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": (), **_MEDIA}
 _OLLAMA: Unsupported = {"options.mirostat": (0,), "options.tfs_z": (1,), "options.typical_p": (1,)}
-#: Unsupported fields that would change the answer, by path, with their no-op values; null is always a no-op.
-#: Other unknown fields are ignored.
+#: Refused fields by API path, with their accepted no-op values; null is always a no-op.
+#: Refused fields would change the answer. Other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/chat/completions": {
         **_TEXT,
@@ -111,7 +111,7 @@ class RequestStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class EchoedStruct(RequestStruct, frozen=True, kw_only=True):
-    """Base of types that clients send back from an answer: unknown fields are never an error."""
+    """Base of types for parts of an answer that clients send back. Unknown fields are never an error."""
 
     is_lenient: ClassVar[bool] = True
 
@@ -124,7 +124,7 @@ class SamplingOfFrames(RequestStruct, frozen=True, kw_only=True):
 
 
 class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
-    """Selects a part of a video, and frames of the part. Units: seconds."""
+    """Selects a time range of a video, and frames in this range. Units: seconds."""
 
     start_s: Annotated[float, Meta(ge=0)] = 0.0
     end_s: Annotated[float, Meta(gt=0)] | None = None
@@ -132,7 +132,7 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
     def options(
         self, param: str, limits: LimitSettings, default: SamplingOfFrames | None = None
     ) -> VideoOptions:
-        """`default`: for a video with neither fps nor num_frames. Raises: InvalidRequest."""
+        """The frame options. `default`: used if neither fps nor num_frames is given. Raises: InvalidRequest."""
         given: SamplingOfFrames = self
         if default is not None and self.fps is None and self.num_frames is None:
             given, param = default, "media_io_kwargs.video"
@@ -145,14 +145,14 @@ class VideoFields(SamplingOfFrames, frozen=True, kw_only=True):
 
 
 class AudioData(RequestStruct, frozen=True, kw_only=True):
-    """An audio file in base64. Its format is recognized by content."""
+    """An audio file in base64. Its content determines its format."""
 
     data: str
     format: Annotated[str, Meta(max_length=MAX_NAME_CHARS)] | None = None
 
     @property
     def url(self) -> str:
-        """Many clients send a `data:` URL instead of base64."""
+        """A `data:` URL. Many clients send one instead of base64."""
         return self.data if self.data[:5] == "data:" else f"data:audio/wav;base64,{self.data}"
 
 
@@ -176,14 +176,14 @@ Made = TypeVar("Made", bound=msgspec.Struct)
 
 
 def copy_fields(source: object, type_: type[Made], **others: Any) -> Made:
-    """A struct with the values of the source's attributes of the same names, and with `others`."""
+    """Create a struct from the source's attributes of the same names, and from `others`."""
     names = [name for name in type_.__struct_fields__ if name not in others]
     same = {name: getattr(source, name) for name in names if hasattr(source, name)}
     return type_(**same, **others)
 
 
 class Data(msgspec.Struct, Generic[Entry]):
-    """A whole list."""
+    """A list in OpenAI's format."""
 
     data: list[Entry]
     object: str = "list"
@@ -204,7 +204,7 @@ class Listing(msgspec.Struct, Generic[Entry]):
 
 
 def find_priority(service_tier: str | None, context: RequestContext) -> Priority:
-    """The priority of the header, else of the service tier, limited by the key. Raises: InvalidRequest."""
+    """The priority from the header, else from the service tier; limited by the key. Raises: InvalidRequest."""
     name = context.headers.get(PRIORITY_HEADER)
     if name is None:
         asked = Priority.BATCH if service_tier == "flex" else Priority.INTERACTIVE
@@ -216,14 +216,14 @@ def find_priority(service_tier: str | None, context: RequestContext) -> Priority
 
 
 def find_service_tier(asked: str | None, priority: Priority) -> str | UnsetType:
-    """The effective service tier, if the request has one."""
+    """The effective service tier, if the request names one."""
     if asked is None:
         return UNSET
     return "flex" if priority is Priority.BATCH else "default"
 
 
 def wants_timings(asked: bool | None, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether body or header request timings."""
+    """Whether the body or the header requests timings."""
     return bool(asked) or headers.get(b"x-vlm-timings", b"").lower() in (b"true", b"1")
 
 
@@ -278,12 +278,12 @@ class StopForm(EchoedStruct, frozen=True, kw_only=True):
 
 
 class SamplingFields(RequestStruct, frozen=True, kw_only=True):
-    """Sampling fields of all text APIs, some under other names (`rename`).
+    """Sampling fields of all text APIs. An API may rename a field with `msgspec.field(name=...)`.
 
     To add a field, add it here, in `translate_sampling`, in `SamplingParams` and in the engine.
     """
 
-    prefix: ClassVar[str] = ""  #: of the fields' names in errors
+    prefix: ClassVar[str] = ""  #: prefix of the fields' names in errors
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -303,7 +303,7 @@ class SamplingFields(RequestStruct, frozen=True, kw_only=True):
     logit_bias: Annotated[
         dict[str, Bias] | None, doc("Added to the logits of token ids, given in decimal digits.")
     ] = None
-    min_tokens: Annotated[Count | None, doc("Number of tokens before the answer may end.")] = None
+    min_tokens: Annotated[Count | None, doc("Minimum number of tokens of the answer.")] = None
     skip_special_tokens: Annotated[bool | None, doc("false keeps special tokens in the text.")] = (
         None
     )
@@ -316,7 +316,7 @@ class OpenAiSampling(SamplingFields, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     service_tier: Annotated[
-        ServiceTier | None, doc("`flex` is batch work; the others are interactive.")
+        ServiceTier | None, doc("`flex`: priority `batch`; other values: `interactive`.")
     ] = None
     user: User = None
     timings: ShowsTimings = None
@@ -349,7 +349,7 @@ def translate_sampling(
 ) -> SamplingParams:
     """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
-    `name`: of the field of `max_tokens`. The engine limits it to the model's context. Raises: InvalidRequest.
+    `name`: the API's name of `max_tokens`, which the engine also limits to the context. Raises: InvalidRequest.
     """
     most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
     if max_tokens is not None and max_tokens > most:
@@ -360,7 +360,7 @@ def translate_sampling(
     top_p = _first(fields.top_p, defaults.top_p, 1.0)
     min_tokens, longest = fields.min_tokens or 0, most if max_tokens is None else max_tokens
     if min_tokens > longest:
-        problem = f"send at most {longest}, the maximum of the answer's tokens"
+        problem = f"send at most {longest}, the maximum number of tokens of the answer"
         raise invalid(fields.prefix + "min_tokens", problem)
     default = defaults.max_tokens or (most if context.max_output_tokens else None)
     if max_tokens is None and default is not None:
@@ -421,7 +421,7 @@ def check_stream(fields: OpenAiSampling) -> None:
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "send stream: true as well")
     if fields.prompt_logprobs is not None and fields.stream:
-        raise invalid("prompt_logprobs", "streams have none; send stream: false")
+        raise invalid("prompt_logprobs", "streams do not support it; send stream: false")
 
 
 def _stop(fields: SamplingFields, limits: LimitSettings) -> tuple[str, ...]:
@@ -456,7 +456,7 @@ def _logit_bias(fields: SamplingFields, limits: LimitSettings) -> dict[int, floa
 
 
 def check_model(sampling: SamplingParams, card: ModelCard, prefix: str = "") -> None:
-    """Refuse parameters that the model does not support. `prefix`: of the fields. Raises: InvalidRequest."""
+    """Refuse token ids outside the vocabulary. `prefix`: of the fields' names in errors. Raises: InvalidRequest."""
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         token_ids = getattr(sampling, name)
         if token_ids and max(token_ids) >= card.vocab_size:

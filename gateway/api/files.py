@@ -1,6 +1,6 @@
-"""`/v1/batches`: files of requests, which run within a day, with lower priority than interactive requests; `/v1/files`:
-files for vector stores and batches, results of batches, and images.
+"""`/v1/batches`: run the requests in a file within a day, with lower priority than interactive requests.
 
+`/v1/files`: store files for vector stores and batches, results of batches, and images.
 Source: OpenAI API reference, "Batch", "Files".
 """
 
@@ -41,7 +41,7 @@ from shared.settings.limits import (
 
 PURPOSE = "batch"
 T = TypeVar("T")
-_Page = tuple[list["FileObject"], bool]  #: and whether there are more
+_Page = tuple[list["FileObject"], bool]  #: entries of a page, and whether more follow
 
 
 class CreateBatch(RequestStruct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class BatchErrors(Data[LineError]):
 
 
 class BatchObject(msgspec.Struct):
-    """OpenAI's object. Units: epoch seconds."""
+    """A batch in OpenAI's format. Units: epoch seconds."""
 
     id: str
     endpoint: str
@@ -118,7 +118,7 @@ class BatchResource(Resource):
     _batches: Batches | None
     _wake_runner: Callable[[], None]
     _limits: LimitSettings
-    _endpoints: Sequence[str]  #: paths that lines may call
+    _endpoints: Sequence[str]  #: paths that requests in a batch may call
     _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -153,7 +153,7 @@ class BatchResource(Resource):
                 raise RateLimited("open_batches", many, retry_after_s=30)
             return batches.get(caller.tenant, record.id)
 
-        async with self._taking:  # of concurrent requests, as many succeed as the limit allows
+        async with self._taking:  # else concurrent requests could exceed the limit
             view = await blocking(create)
         self._wake_runner()
         return BatchObject.of(_found(view))
@@ -215,20 +215,20 @@ def _found(view: BatchView | None) -> BatchView:
     return view
 
 
-#: Purpose of images, which later requests refer to by id.
+#: Purpose of media files that later requests refer to by id.
 IMAGES = "vision"
 PURPOSES = ("assistants", "user_data")
-#: Purposes in the gateways' own stores; the search process stores the others.
+#: Purposes of files that gateways store; the search process stores files of other purposes.
 BATCH_PURPOSES = (PURPOSE, "batch_output")
 OWN_PURPOSES = (*BATCH_PURPOSES, IMAGES)
 _FORM = "multipart/form-data"
 _READ_S = 60.0  #: time limit to begin reading a stored image
-_MAX_MEMORY_BYTES = 1024 * 1024  #: of an uploaded file; larger files are on disk
+_MAX_MEMORY_BYTES = 1024 * 1024  #: larger uploaded files are written to disk
 _MAX_FORM_BYTES = 64 * 1024  #: of a form without its file
 
 
 class UploadForm(msgspec.Struct):
-    """The form's fields. `file` is UTF-8 text; for a batch, one JSON object per line."""
+    """Fields of the form. `file`: UTF-8 text; for a batch, one JSON object per line; for `vision`, a media file."""
 
     file: str
     purpose: str
@@ -318,7 +318,7 @@ class Files(Resource):
         return FileObject.of(await self._search.ask(put))
 
     async def _create_image(self, tenant: str, filename: str, content: IO[bytes]) -> FileObject:
-        """Store an image, or renew it: equal images have the same id."""
+        """Store an image. An equal stored image has the same id, and is renewed."""
         image = await self._lifecycle.loader.check(content, "file")
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
         file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
@@ -340,8 +340,8 @@ class Files(Resource):
             num_files, num_bytes = files.usage(owner)
             if num_bytes + num_more_bytes > most or num_files + num_more > MAX_BATCH_FILES:
                 raise InvalidRequest(
-                    f"This key has batch files of {num_bytes} bytes: delete some. At most {most} "
-                    f"bytes and {MAX_BATCH_FILES} files are stored.",
+                    f"This key stores {num_files} batch files of {num_bytes} bytes: delete some. The limits "
+                    f"are {MAX_BATCH_FILES} files and {most} bytes.",
                     param="file",
                     code="store_full",
                 )
@@ -360,12 +360,12 @@ class Files(Resource):
 
     @operation("GET", "/v1/files")
     async def list_files(self, caller: Caller, query: FilesQuery) -> FileList:
-        """List files. Without `purpose`, files of batches come first, then images."""
+        """List files. Without `purpose`: files of batches, then images, then files for vector stores."""
         return FileList.of(*await self._list(caller, query))
 
     async def _list(self, caller: Caller, query: FilesQuery) -> _Page:
         data, purpose = list[FileObject](), query.purpose
-        if query.before and not purpose:  # the lists of all purposes are joined by `after` alone
+        if query.before and not purpose:  # only `after` works across the lists of all purposes
             raise invalid("before", "send purpose too, or after instead")
         has_batches = self._batch_files is not None and purpose in ("", *BATCH_PURPOSES)
         has_others = self._search.is_on if purpose == "" else purpose not in OWN_PURPOSES
@@ -436,7 +436,7 @@ class Files(Resource):
             files, file = self._files, await self._find(caller.tenant, name)
             length = {"content-length": str(file.num_bytes)}
             pieces = files.read(caller.tenant, file)
-            first = await blocking(lambda: next(pieces, b""))  # it may have been deleted
+            first = await blocking(lambda: next(pieces, b""))  # a missing file raises here
             return StreamingResponse(chain([first], pieces), media_type=media_type, headers=length)
         if name.startswith(IMAGE_ID):
             [image] = (await self._find_image(caller.context.tenant, name)).images
@@ -469,7 +469,7 @@ class Files(Resource):
         return Deleted(name, "file")
 
     async def _ask(self, request: Request[T]) -> T:
-        """Ask the search process. Without one, only files of batches and images exist. Raises: ApiError."""
+        """Send a request to the search process. Without it, only batch files and images exist. Raises: ApiError."""
         if self._batch_files is not None and not self._search.is_on:
             raise no_such("file", "file_id")
         return await self._search.ask(request)

@@ -1,4 +1,4 @@
-"""Shared by requests of all text APIs: the conversation, structured outputs, and functions that a model may call.
+"""Parts of requests that the text APIs share: conversations, structured outputs, and functions to call.
 
 The gateway checks schemas against `LimitSettings`. Workers compile schemas, and refuse those that they cannot enforce.
 Source: OpenAI API reference, "Structured Outputs" and "Function calling"; vLLM, "Structured Outputs"; JSON Schema,
@@ -61,7 +61,7 @@ Part = TextPart | ImagePart
 _MAX_TEMPLATE_OPTIONS = 16
 _MAX_OPTION_CHARS = 256
 _ANY_OBJECT = '{"type":"object"}'
-#: Keywords whose value is a schema or a list of schemas; those of `_NAMED_SCHEMAS` have an object of schemas by name.
+#: Keywords whose value is a schema or a list of schemas. Keywords in `_NAMED_SCHEMAS` map names to schemas.
 _SCHEMAS = frozenset(
     ["items", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf", "prefixItems"]
 )
@@ -87,7 +87,7 @@ class Conversation(Struct):
         return TextPart(text)
 
     def medium(self, source: ImageSource, role: Role) -> ImagePart:
-        """The part of an image, video or audio. Raises: InvalidRequest."""
+        """Add an image, video or audio. Returns the message part that refers to it. Raises: InvalidRequest."""
         if role not in ("user", "tool"):
             plural = MEDIA[source.kind].plural
             raise invalid(source.param, f"{plural} are only allowed in user and tool messages")
@@ -95,7 +95,7 @@ class Conversation(Struct):
         return ImagePart(len(self.sources) - 1)
 
     def file(self, source: ImageSource, role: Role) -> Part:
-        """The part of a `data:` URL of text, an image, a video or audio. Raises: InvalidRequest."""
+        """The message part for a `data:` URL of text, an image, a video or audio. Raises: InvalidRequest."""
         media_type, _, encoded = source.url.partition(";base64,")
         form, _, kind = media_type.partition("/")[0].partition(":")
         param = source.param
@@ -138,7 +138,7 @@ class Conversation(Struct):
             self.messages.pop()
 
     def count(self, options: dict[str, TemplateOption], tools: Tools | None) -> Plan:
-        """A plan that counts the tokens. `options`: variables of the chat template."""
+        """A plan to count the conversation's tokens. `options`: variables of the chat template."""
         messages, ending = tuple(self.messages), self.ending
         of = Generate(
             messages, SamplingParams(), template_options=options, ending=ending, tools=tools
@@ -181,7 +181,7 @@ def find_effort(
 def switch_thinking(
     card: ModelCard, wanted: bool, param: str, context: RequestContext
 ) -> dict[str, TemplateOption]:
-    """The template variable that switches thinking. Ignored by models that have no such variable."""
+    """The template variable that switches thinking. If the model has none, the field `param` is ignored."""
     for name in sorted(THINKING_SWITCHES):
         if name in card.template_options:
             return {name: wanted}
@@ -246,7 +246,7 @@ def find_grammar(
 
 
 def check_grammar(grammar: Grammar, card: ModelCard) -> Grammar:
-    """The grammar. Raises: InvalidRequest if the model's engine supports none."""
+    """Return the grammar. Raises: InvalidRequest if the model's engine cannot constrain answers."""
     if not card.supports_grammars:
         raise invalid(
             grammar.param,
@@ -257,7 +257,7 @@ def check_grammar(grammar: Grammar, card: ModelCard) -> Grammar:
 
 
 def check_constraints(task: Generate, prefix: str = "") -> Generate:
-    """The task. `prefix`: of sampling fields in errors.
+    """Return the task. `prefix`: prefix of sampling fields in errors.
 
     Raises: InvalidRequest for parameters that may prevent a constrained answer from ending.
     """
@@ -303,7 +303,7 @@ def _grammars(fields: StructuredFields, limits: LimitSettings) -> Iterator[Gramm
 
 
 def unquoted(data: bytes) -> bytes:
-    """The JSON of `data`, which some clients send in a string."""
+    """The JSON in `data`, which some clients encode as a JSON string."""
     return msgspec.json.decode(data, type=str).encode() if data[:1] == b'"' else data
 
 
@@ -319,11 +319,11 @@ def schema_grammar(
     try:
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        raise _invalid_schema(param, "send JSON") from None
-    except RecursionError:  # nesting was not checked if it came as a string
+        raise _invalid_schema(param, "send a JSON Schema") from None
+    except RecursionError:  # the depth of JSON in a string was not checked
         raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels") from None
     if not isinstance(content, dict):
-        raise _invalid_schema(param, "send an object")
+        raise _invalid_schema(param, "send a JSON object")
     is_lenient = strict is False
     _SchemaCheck(param, limits, is_lenient).check(content)
     return Grammar("json", schema.decode(), param, is_lenient)
@@ -353,7 +353,7 @@ class _SchemaCheck:
         if isinstance(value, dict):
             inner = value.items()
             if len(value) > (most := limits.max_schema_properties):
-                raise _invalid_schema(param, f"send at most {most} properties of an object")
+                raise _invalid_schema(param, f"send at most {most} properties per object")
         for key, each in inner:
             self._check_sizes(each, _join(param, str(key)), depth + 1)
 
@@ -367,7 +367,7 @@ class _SchemaCheck:
             if key == "pattern" and isinstance(value, str):
                 _check_pattern(value, place, limits)
             elif key == "$ref" and not (isinstance(value, str) and value.startswith("#")):
-                raise _invalid_schema(place, "send a reference into the schema itself (#/...)")
+                raise _invalid_schema(place, "send a reference within the schema (#/...)")
             elif key in _LEASTS and isinstance(value, int | float):
                 if value > limits.max_schema_text:
                     raise _invalid_schema(place, f"send at most {limits.max_schema_text}")
@@ -393,19 +393,19 @@ class _SchemaCheck:
 
 
 def _check_pattern(pattern: str, param: str, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest for a pattern that is too long, or repeats too often."""
+    """Raises: InvalidRequest for a pattern that is too long or has too many repetitions."""
     if len(pattern) > limits.max_pattern_chars:
         raise _invalid_schema(param, f"send at most {limits.max_pattern_chars} characters")
     repeated = math.prod(max(1, int(count or 1)) for count in _REPEATED.findall(pattern))
     if repeated > (most := limits.max_schema_text):
-        raise _invalid_schema(param, f"send repetitions whose product is at most {most}")
+        raise _invalid_schema(param, f"send repetition counts with a product of at most {most}")
 
 
 _SANE_NAME = re.compile(r"[\w$.-]{1,64}", re.ASCII)
 
 
 def _join(param: str, name: str) -> str:
-    """A path in a schema, without text that the client made up."""
+    """The path of `name` in a schema. An unusual name becomes `?`, so that errors do not echo it."""
     return f"{param}/{name if _SANE_NAME.fullmatch(name) else '?'}"
 
 
@@ -468,7 +468,7 @@ class CallField(EchoedStruct, frozen=True):
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The tools of a request, independent of the API.
 
-    `functions`: with their field names in the request. `names`: functions that the model may call; None: all.
+    `functions`: each with the name of its field in the request. `names`: functions that the model may call; None: all.
     """
 
     functions: Sequence[tuple[str, FunctionField]]
@@ -529,7 +529,7 @@ def read_offer(
 
 
 def _read_choice(choice: ToolChoice | None) -> tuple[frozenset[str] | None, bool]:
-    """Names of functions that may be called, None for all; and whether a call is required."""
+    """Names of the functions that the model may call (None: all), and whether it must call one."""
     if choice is None or isinstance(choice, str):
         return None, choice == "required"
     if choice.type == "function":
@@ -550,7 +550,7 @@ def _read_functions(offer: Offer, limits: LimitSettings) -> list[Function]:
     for param, given in offer.functions:
         function = _read_function(given, param, offer.schema_field, limits)
         if function.name in functions:
-            raise invalid(f"{param}.name", "an earlier function has this name")
+            raise invalid(f"{param}.name", "an earlier function has this name; send another")
         functions[function.name] = function
         num_bytes += len(function.parameters)
     unit = f"bytes of {offer.schema_field} in all functions"
@@ -573,7 +573,7 @@ def _read_function(
 
 
 def read_calls(calls: Sequence[CallField] | None, param: str) -> list[ToolCall]:
-    """Calls of a message. A call without an id gets one by its place. Raises: InvalidRequest."""
+    """The calls of a message. A call without an id gets an id from its index. Raises: InvalidRequest."""
     found = []
     for place, call in enumerate(calls or ()):
         name = f"{param}.tool_calls.[{place}].function.arguments"

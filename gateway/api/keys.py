@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import date, timedelta  # noqa: TID251 (people ask for days)
+from datetime import date, timedelta  # noqa: TID251 (reports are by calendar day)
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -94,7 +94,7 @@ class CreateKey(UpdateKey, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class KeyObject(msgspec.Struct):
-    """A key, without the key itself. Times: epoch seconds."""
+    """Properties of a key, without the key itself. Times: epoch seconds."""
 
     name: str
     state: str  #: `active`, `expired` or `revoked`
@@ -115,33 +115,33 @@ class KeyObject(msgspec.Struct):
 
 
 class NewKey(KeyObject):
-    """A new key, whose `key` is returned only once."""
+    """A new or rotated key. `key` is the key itself, which only this answer contains."""
 
     key: str = ""
 
 
 class KeyList(Data[KeyObject]):
-    """All keys, by name."""
+    """All keys, sorted by name."""
 
 
 class AuditList(Data[AuditEntry]):
-    """Entries, newest first."""
+    """Audit entries, newest first."""
 
 
 class Forgotten(msgspec.Struct):
     """Numbers of deleted objects."""
 
-    answers: int = 0  #: of `/v1/responses`, and uploaded images
+    answers: int = 0  #: stored answers of `/v1/responses`, and uploaded images
     sessions: int = 0
     batches: int = 0  #: with their files
     vector_stores: int = 0
-    files: int = 0  #: for vector stores
+    files: int = 0  #: files for vector stores
     object: str = "key.forgotten"
 
 
 @dataclass(frozen=True, slots=True)
 class TenantData:
-    """The stores that have data of tenants."""
+    """Deletes the data of tenants in all stores."""
 
     _lifecycle: Lifecycle
     _sessions: SessionStore
@@ -150,7 +150,7 @@ class TenantData:
     _search: SearchClient
 
     async def forget(self, tenant: str, found: Forgotten) -> None:
-        """Delete and count all data of a tenant. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
+        """Delete and count a tenant's data. Idempotent. Raises: ApiError, QueueUnavailable, StoreError."""
         found.answers += await self._lifecycle.kept.delete_all(tenant)
         found.sessions += await self._forget_sessions(owner_of(tenant, "session"))
         owner = owner_of(tenant)
@@ -161,7 +161,7 @@ class TenantData:
             while stores := [
                 each
                 for each in await self._search.ask(ListStores(tenant=owner, page=page))
-                if not each.is_read_only  # collections are shared by all tenants
+                if not each.is_read_only  # read-only stores are shared by all tenants
             ]:
                 for store in stores:
                     await self._search.ask(DropStore(tenant=owner, store=store.id))
@@ -220,7 +220,7 @@ class Audit(Resource):
 
     @operation("GET", "/v1/admin/audit")
     async def list_audit_entries(self, caller: Caller, query: NewestQuery) -> AuditList:
-        """List requests that change keys, deployments, nodes and adapters, with their callers, newest first."""
+        """List the requests that changed keys, deployments, nodes or adapters, and their callers, newest first."""
         return AuditList(await self._log.read(query.limit))
 
 
@@ -232,7 +232,7 @@ class Keys(Resource):
     _keys: KeyDirectory | None
     _data: TenantData
     _has_prices: bool
-    _raise_budgets: Callable[[], Awaitable[object]]  #: counts usage from before a key had a budget
+    _raise_budgets: Callable[[], Awaitable[object]]  #: charges usage from before a budget was set
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):
@@ -242,14 +242,14 @@ class Keys(Resource):
 
     @operation("POST", _PATH, hints={"name": _NAME_HINT})
     async def create_key(self, caller: Caller, body: CreateKey) -> NewKey:
-        """Create a key. Only this answer has the key itself."""
+        """Create a key. Only this answer contains the key itself."""
         keys = await self._fresh()
         if body.name in keys.records:
             message = "There is a key of this name: send another name, or rotate the key."
             raise conflict(message, code="key_exists", param="name")
         self._check_budget(body)
         if len(keys.records) >= MAX_KEYS:
-            raise invalid("name", f"the maximum of {MAX_KEYS} keys exists; rotate one instead")
+            raise invalid("name", f"there are {MAX_KEYS} keys, the maximum; rotate one instead")
         key, digest = new_key()
         now = time.time()  # noqa: TID251
         record = KeyRecord(
@@ -285,7 +285,7 @@ class Keys(Resource):
 
     @operation("POST", _PATH + "/{name}:rotate")
     async def rotate_key(self, caller: Caller) -> NewKey:
-        """Replace a key. Name, data and limits stay the same. Only this answer has the new key itself."""
+        """Replace a key. Name, data and limits stay the same. Only this answer contains the new key."""
         keys = await self._fresh()
         record = _find_active(keys, caller)
         key, digest = new_key()
@@ -309,11 +309,11 @@ class Keys(Resource):
 
     @operation("POST", _PATH + "/{name}:forget")
     async def forget_key(self, caller: Caller) -> Forgotten:
-        """Delete stored data of a key, or of a token's `KEY:NAME`: answers, sessions, batches, files, stores."""
+        """Delete all stored data of a key, or of `KEY:NAME`, a caller with an OpenID Connect token."""
         keys, name = await self._fresh(), caller.path["name"]
         tenants = await keys.guests_of(name) if ":" in name else [_find(keys, caller).tenant]
         if not tenants:
-            message = "No caller with a token has this name: `vlm usage` lists those of this month."
+            message = "No caller with a token has this name: `vlm usage` lists recent callers."
             raise NotFound(message, param="name", code="key_not_found")
         total = Forgotten()
         for tenant in tenants:
@@ -344,7 +344,7 @@ class Keys(Resource):
 def _find(keys: KeyDirectory, caller: Caller) -> KeyRecord:
     record = keys.records.get(caller.path["name"])
     if record is None:
-        message = "There is no key of this name: `vlm keys list` shows all."
+        message = "There is no key of this name: `vlm keys list` lists the keys."
         raise NotFound(message, param="name", code="key_not_found")
     return record
 
@@ -384,7 +384,7 @@ class UsageRow(msgspec.Struct):
     """Usage of finished requests. `input_tokens` includes cached tokens."""
 
     day: date | UnsetType = UNSET
-    key: str | UnsetType = UNSET  #: name of the key; of a key in the settings, a hash
+    key: str | UnsetType = UNSET  #: name of the key, or a hash for a key from the settings
     tag: str | UnsetType = UNSET
     model: str | UnsetType = UNSET
     requests: int = 0
@@ -396,7 +396,7 @@ class UsageRow(msgspec.Struct):
 
 
 class UsageList(Data[UsageRow]):
-    """Rows in the order of `by`."""
+    """Rows, sorted by the values of the columns in `by`."""
 
 
 @dataclass
@@ -419,13 +419,13 @@ class UsageReport(Resource):
         """List the usage of finished requests."""
         groups = query.by.split(",")
         if not set(groups) <= set(_GROUPS):
-            raise invalid("by", "send some of day, key, tag, model, separated by commas")
+            raise invalid("by", "send one or more of day, key, tag, model, separated by commas")
         end = query.end or today()
         begin = query.begin or end.replace(day=1)
         if not 0 <= (end - begin).days < MAX_DAYS:
             raise invalid(
                 "from",
-                f"send a day at most {MAX_DAYS - 1} days before `to`, which is today if it is left out",
+                f"send a day at most {MAX_DAYS - 1} days before `to`, which is today by default",
             )
         if end > today() + timedelta(1):
             raise invalid("to", "send a day that is not in the future")
@@ -475,6 +475,6 @@ def _to_csv(rows: list[UsageRow], groups: list[str]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """A value that spreadsheets don't interpret as a formula."""
+    """Quote a text that a spreadsheet would evaluate as a formula."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value

@@ -62,7 +62,7 @@ from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
-#: Status and type of errors by OpenAI's status.
+#: Anthropic's status and type of an error, by OpenAI's status.
 _ERRORS = {
     401: (401, "authentication_error"),
     403: (403, "permission_error"),
@@ -80,7 +80,7 @@ class Base64Source(EchoedStruct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class UrlSource(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="url"):
-    """An http(s) URL of an image, if the operator enables it."""
+    """An http(s) URL of an image. The operator must enable such URLs."""
 
     url: str
 
@@ -102,7 +102,7 @@ class ThinkingBlock(EchoedStruct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class SkippedBlock(EchoedStruct, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """A block of another server's tools or reasoning, which is skipped."""
+    """A skipped block, from the tools or the reasoning of another server."""
 
 
 def _skipped(tag: str) -> Any:
@@ -218,7 +218,7 @@ class MessageToolChoice(EchoedStruct, frozen=True, kw_only=True):
 
 
 class PromptFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields of both requests. Sampling fields have no effect on token counts."""
+    """Fields that both endpoints accept. Sampling fields have no effect on token counts."""
 
     stop: list[str] | None = msgspec.field(default=None, name="stop_sequences")
     model: ModelName
@@ -266,7 +266,7 @@ class MessageThinking(msgspec.Struct, tag_field="type", tag="thinking"):
 
 
 class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
-    """The model itself called the function."""
+    """The caller of a function: the model itself."""
 
 
 class MessageToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
@@ -359,7 +359,7 @@ class AnthropicErrorFields(msgspec.Struct):
     message: str
     code: str | None
     param: str | None
-    #: With these details, Anthropic's tool runner continues without a thread.
+    #: These details make Anthropic's tool runner continue without a thread.
     details: dict[str, Any] | UnsetType = UNSET
 
 
@@ -459,7 +459,7 @@ class CountTokens(_Anthropic):
 
 
 def _translate(request: PromptFields, limits: LimitSettings) -> Conversation:
-    """System prompt and messages. Raises: InvalidRequest."""
+    """Translate the system prompt and the messages. Raises: InvalidRequest."""
     check_most("messages", len(request.messages), limits.max_messages, "messages")
     conversation = Conversation()
     if request.system:
@@ -647,7 +647,7 @@ _DELTAS = {"thought": ThinkingDelta, "text": TextDelta, "call": InputJsonDelta}
 
 
 def _to_content(block: Block, *, is_empty: bool = False) -> Content:
-    """The content of a block. `is_empty`: without its text, as when a stream begins a block."""
+    """The content of a block. `is_empty`: without its text, for the event that opens a block."""
     if block.kind == "call":
         given = msgspec.Raw(b"{}") if is_empty else block.json
         return MessageToolUse(block.call_id, block.name, given)
@@ -660,7 +660,7 @@ def _event(type_: str, **fields: Any) -> bytes:
 
 
 def _stop(event: Finished) -> tuple[str, str | None]:
-    """Why a message ended, and the stop sequence."""
+    """The stop reason and the stop sequence of a message."""
     if event.stopped_by:
         return "stop_sequence", event.stopped_by
     return _STOP_REASONS.get(event.finish_reason, "end_turn"), None

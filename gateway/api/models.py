@@ -1,6 +1,6 @@
-"""`GET /v1/models`: the served models; `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for admin keys.
+"""`GET /v1/models`: list models; `POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`, for admin keys.
 
-Loading or unloading an adapter is answered when every worker of the model has done it. Source: OpenAI API reference,
+A request that loads or unloads an adapter returns when every worker of the model is done. Source: OpenAI API reference,
 "Models"; Anthropic API reference, "Models", for requests with `anthropic-version`; vLLM, "LoRA Adapters".
 """
 
@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime  # noqa: TID251 (people see it)
+from datetime import UTC, datetime  # noqa: TID251 (shown to users)
 from secrets import token_hex
 from typing import Annotated, Any
 
@@ -31,14 +31,14 @@ _POLL_S = 0.1
 _MAX_PATH_CHARS = 1024
 _MAX_LOAD_S = 120.0
 
-#: `(?!\n)`, as Python's `$` also matches before a last newline, and JSON Schema has no `\Z`.
+#: `(?!\n)` because Python's `$` also matches before a final newline, and JSON Schema has no `\Z`.
 AdapterName = Annotated[str, Meta(pattern=rf"^(?:{ADAPTER_NAME.pattern})$(?!\n)")]
 
 logger = logging.getLogger(__name__)
 
 
 class ModelLimits(msgspec.Struct):
-    """Limits of one request. Limits of media are absent if the model does not accept them."""
+    """Limits of one request. Limits of inputs that the model does not accept are absent."""
 
     max_output_tokens: int | msgspec.UnsetType = msgspec.UNSET
     #: Characters of all texts together.
@@ -59,13 +59,13 @@ class ModelLimits(msgspec.Struct):
 
 
 class ModelObject(msgspec.Struct):
-    """A model: OpenAI's four fields and extensions."""
+    """A model: OpenAI's fields `id`, `created`, `object` and `owned_by`, and extensions."""
 
     id: str
     created: int
     max_model_len: int
     supports_images: bool
-    #: Workers that accept requests now. 0: requests wait in the queue.
+    #: Number of workers that accept requests now. 0: requests wait in the queue.
     num_workers: int
     #: Supported tasks: `generate`, `embed`, `rerank`, `tokenize`.
     tasks: tuple[str, ...]
@@ -78,7 +78,7 @@ class ModelObject(msgspec.Struct):
     reasoning: bool
     #: Chat template variables that `chat_template_kwargs` may set.
     template_options: tuple[str, ...]
-    #: Names of the model with LoRA adapters.
+    #: Model names that select a LoRA adapter of this model.
     adapters: tuple[str, ...]
     #: Defaults from the model's generation config.
     default_sampling: SamplingDefaults
@@ -86,7 +86,7 @@ class ModelObject(msgspec.Struct):
     dtype: str | None
     quantization: str | None
     format: str | None
-    #: Dimensions of the embeddings, and supported shorter ones. Absent if the model does not embed.
+    #: Number of dimensions of embeddings, and smaller supported numbers. Absent if the model does not embed.
     dimensions: int | msgspec.UnsetType = msgspec.UNSET
     shorter_dimensions: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
     #: The base model of an adapter, or the model of an alias.
@@ -102,9 +102,9 @@ class ModelObject(msgspec.Struct):
 
 
 class ModelList(Data[ModelObject]):
-    """Models that have workers come first.
+    """Models that have workers come before models that have none.
 
-    Otherwise the order is: models of workers, deployments, their versions, adapters, aliases; each newest first.
+    In both groups the order is: models of workers, deployments, versions, adapters, aliases; newest first in each.
     """
 
 
@@ -161,7 +161,7 @@ class Models(Resource):
         return _to_anthropic(found) if _is_anthropic(caller) else found
 
     def _order(self, card: ModelCard) -> tuple[Any, ...]:
-        """Sort key. Clients use the first model by default, so a deployment must not become the first."""
+        """Sort key. Clients use the first model by default, so a new deployment must not become the first."""
         models, is_version = self._models, bool(card.package) and not card.parent
         kind = (card.name in models.aliases, bool(card.adapter), bool(card.package), is_version)
         return not models.num_workers[card.queue], *kind, -card.created_at, card.name
@@ -224,18 +224,18 @@ def _limits(card: ModelCard, limits: LimitSettings) -> ModelLimits:
 class UnloadAdapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lora_name: AdapterName
     lora_int_id: int | None = None  #: sent by vLLM's clients; ignored
-    #: Required unless exactly one model is served. The name is from vLLM's `--lora-modules`.
+    #: Required unless exactly one text model is served. vLLM's `--lora-modules` has a field of this name.
     base_model_name: Annotated[str, Meta(max_length=MAX_MODEL_CHARS)] | None = None
 
 
 class LoadAdapter(UnloadAdapter, frozen=True, forbid_unknown_fields=True, kw_only=True):
     lora_path: Annotated[str, Meta(min_length=1, max_length=_MAX_PATH_CHARS)]
-    load_inplace: bool = False  #: whether to replace an adapter with this name
+    load_inplace: bool = False  #: whether to replace a loaded adapter of this name
 
 
 @dataclass
 class Adapters(Resource):
-    """Changes of the adapters of a model's workers."""
+    """Loads and unloads LoRA adapters on the workers of a model."""
 
     tag = "models"
     access = "adapters"
@@ -246,7 +246,7 @@ class Adapters(Resource):
 
     @operation("POST", "/v1/load_lora_adapter")
     async def load_lora_adapter(self, caller: Caller, body: LoadAdapter) -> Response:
-        """Load a LoRA adapter on every worker of a model; it is served as `model:lora_name`."""
+        """Load a LoRA adapter on every worker of a model. Requests select it as `model:lora_name`."""
         name = body.lora_name
         async with self._lock:
             model = await self._base_model(body.base_model_name, caller.context.tenant)
@@ -255,7 +255,7 @@ class Adapters(Resource):
             if before is not None and not body.load_inplace:
                 raise invalid("lora_name", "already loaded; unload it, or send load_inplace: true")
             if before is None and len(listed) >= self._max_loras:
-                raise invalid("lora_name", f"at most {self._max_loras} adapters; unload one")
+                raise invalid("lora_name", f"{self._max_loras} adapters are loaded; unload one")
             source = AdapterSource(body.lora_path, token_hex(8))
             await self._models.registry.put_adapter(model, name, source)
             try:
@@ -284,7 +284,7 @@ class Adapters(Resource):
         return _confirm(name, "removed")
 
     async def _base_model(self, name: str | None, tenant: str) -> str:
-        """The model of the request. Raises: Forbidden, InvalidRequest, and as `ModelDirectory.find`."""
+        """The model of the adapter. Raises: Forbidden, InvalidRequest, and the errors of `ModelDirectory.find`."""
         if name is not None:
             model = (await self._models.find(name, param="base_model_name")).queue
         else:
@@ -296,7 +296,7 @@ class Adapters(Resource):
         return model
 
     async def _listed(self, model: str, name: str) -> dict[str, AdapterSource]:
-        """The adapters that were loaded by request. Raises: InvalidRequest if the workers' settings define `name`."""
+        """Adapters that requests have loaded. Raises: InvalidRequest if the workers' settings define `name`."""
         for card in await self._workers(model):
             if any(each.name == name and not each.revision for each in card.adapters):
                 raise invalid("lora_name", "the workers' settings define this adapter; change them")
@@ -313,7 +313,7 @@ class Adapters(Resource):
         return cards
 
     async def _wait(self, model: str, is_done: Callable[[dict[str, AdapterCard]], bool]) -> None:
-        """Wait until all workers are done. Raises: ApiError."""
+        """Wait until `is_done` is true for the adapters of each worker. Raises: ApiError."""
         until = time.monotonic() + _MAX_LOAD_S
         while True:
             cards = await self._workers(model)

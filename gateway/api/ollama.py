@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, `/api/embed`, `tags`, `show`, `ps` and `version`.
+"""Ollama's API: `/api/chat`, `generate`, `embed`, `embeddings`, `tags`, `show`, `ps` and `version`.
 
 A stream is JSON lines, and requests stream by default.
 
@@ -96,7 +96,7 @@ class OllamaOptions(SamplingFields, frozen=True, kw_only=True):
     )
     num_predict: Annotated[
         Annotated[int, Meta(ge=-2)] | None,
-        doc("Maximum tokens; below 1: up to the end of the context."),
+        doc("Maximum number of tokens; below 1: up to the end of the context."),
     ] = None
 
 
@@ -118,7 +118,7 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Annotated[
-        Ignored, doc("Models stay loaded; 0 without a prompt is answered as an unload.")
+        Ignored, doc("No effect, except that 0 without a prompt is answered as an unload.")
     ] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
@@ -162,7 +162,7 @@ class OllamaEmbeddingsRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class OllamaVectors(msgspec.Struct, kw_only=True):
-    """The answer: `embeddings`, or `embedding` for the older path. Units: nanoseconds."""
+    """The answer. `embedding` is only in answers of the older path. Durations are in nanoseconds."""
 
     model: str | UnsetType = UNSET
     embedding: Sequence[float] | UnsetType = UNSET
@@ -184,7 +184,7 @@ class OllamaSaidCall(msgspec.Struct):
 
 
 class OllamaSaid(msgspec.Struct):
-    """A message of the answer, or a part of it."""
+    """The message of an answer, or a delta of the message in a stream."""
 
     role: str
     content: str
@@ -348,7 +348,7 @@ def _parts(
     param: str,
     role: Role = "user",
 ) -> tuple[Part, ...]:
-    """Images before the text, as in Ollama's templates."""
+    """The parts of a message: images, then the text, as in Ollama's templates."""
     shown: list[Part] = []
     for index, image in enumerate(images or ()):
         url = image if image.startswith("data:") else f"data:image;base64,{image}"
@@ -357,7 +357,7 @@ def _parts(
 
 
 def _answered(message: OllamaMessage, called: list[ToolCall]) -> str:
-    """The id of the call that a result belongs to: by its function's name, else in order."""
+    """The id of the call that a result answers. Results without an id are matched by name or order."""
     if message.tool_call_id is not None:
         return message.tool_call_id
     for place, call in enumerate(called):
@@ -493,7 +493,7 @@ class OllamaAnswer:
         self.head = head
         self.is_chat = is_chat
         self._blocks = Blocks(head.id, with_thought=options.with_thinking)
-        self._num_sent = 0  # of calls
+        self._num_sent = 0  # sent calls
         self._num_tokens = 0
 
     def whole(self, events: Sequence[ChoiceEvent], totals: Totals) -> bytes:
@@ -563,7 +563,7 @@ class OllamaAnswer:
 
 
 def _uncut(calls: Sequence[Block], totals: Totals | None) -> list[Block]:
-    """The calls whose arguments are complete. Clients run each call that they get."""
+    """The calls whose arguments are complete. Others are not sent, as clients run each call that they receive."""
     is_cut = totals is not None and totals.finished[0].finish_reason is FinishReason.LENGTH
     return [call for call in calls if call.is_whole or not (call.text or is_cut)]
 
@@ -589,7 +589,7 @@ class OllamaDetails(msgspec.Struct):
 
 
 class OllamaModel(msgspec.Struct, kw_only=True):
-    """A model. The size is unknown here."""
+    """A model. The gateway does not know its size."""
 
     name: str
     model: str
@@ -613,7 +613,7 @@ class OllamaModels(msgspec.Struct):
 
 class OllamaShowRequest(EchoedStruct, frozen=True):
     model: str = ""
-    name: str = ""  #: name of the field in older clients
+    name: str = ""  #: sent by older clients instead of `model`
 
 
 class OllamaShown(msgspec.Struct, kw_only=True):

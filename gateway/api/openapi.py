@@ -18,13 +18,13 @@ _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = "An OpenAI-compatible gateway to a fleet of workers for vision-language models."
 _ERRORS = {
     "400": "The request is invalid; `param` names the field.",
-    "401": "No API key, or an unknown one.",
-    "403": "The key lacks a role, or the page has another origin.",
+    "401": "The API key is missing or unknown.",
+    "403": "The key lacks the required role, or a page of another origin sent the request.",
     "404": "The model, or the object named in the path, does not exist.",
     "408": "The body did not arrive in time.",
     "409": "The state of the object does not allow the request; `code` has the reason.",
     "413": "The body is too large, or a limit of the key is reached.",
-    "415": "The body has another media type or charset, or is compressed.",
+    "415": "The media type or charset of the body is not supported, or the body is compressed.",
     "422": "An idempotency key was used for another request.",
     "429": "A rate limit is exceeded, or too many wrong keys were sent; see `retry-after`.",
     "500": "The server failed.",
@@ -121,7 +121,7 @@ def _request_body(endpoint: Endpoint, limits: LimitSettings) -> dict[str, Any]:
         text = (
             f"JSON in UTF-8 of at most {limits.max_body_bytes} bytes and {limits.max_commas} commas; "
             "if an object has a key twice, the last value is used. Unknown fields are ignored; "
-            "the answer's `x-vlm-ignored` lists them."
+            "the answer's header `x-vlm-ignored` lists them."
         )
     if endpoint.unsupported:
         text += f" Not supported: {', '.join(endpoint.unsupported)}."

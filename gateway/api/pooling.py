@@ -1,9 +1,9 @@
 """`POST /v1/embeddings`: a vector for each text, list of token ids or image; `POST /v1/rerank`: documents by relevance
-to a query; `POST /v1/score`: pairs of texts.
+to a query; `POST /v1/score`: relevance scores of pairs of texts.
 
-OpenAI's embeddings API. Inputs may also be Jina's `{"text": ...}` and `{"image": ...}`. Instead of `input`, a request
-may have vLLM's `messages`: one user message, whose text or image becomes one vector. The common part of Cohere's,
-Jina's and vLLM's rerank APIs, and vLLM's score API.
+`/v1/embeddings` is OpenAI's API. Inputs can also be Jina's `{"text": ...}` and `{"image": ...}`. Instead of `input`, a
+request can have vLLM's `messages`: one user message, whose text or image becomes one vector. `/v1/rerank` has the
+fields that Cohere's, Jina's and vLLM's APIs have in common. `/v1/score` is vLLM's API.
 
 Source: OpenAI API reference, "Create embeddings"; Jina, "Embeddings API"; vLLM, "Embeddings API with chat messages",
 "Score API"; Cohere and Jina API references, "Rerank".
@@ -77,7 +77,7 @@ _PROMPTS_OF_TYPE = {
 Truncation = bool | Literal["NONE", "START", "END"]
 Item = TypeVar("Item")
 
-#: Maximum of a call, in estimated tokens and in inputs. Larger requests are split, so that workers share the work.
+#: Limits of one call: estimated tokens, and inputs. Larger requests are split into calls, which several workers run.
 MAX_CALL_TOKENS = 8192
 MAX_CALL_INPUTS = 256
 
@@ -108,7 +108,7 @@ class InputUsage(msgspec.Struct):
 
 
 class TextInput(RequestStruct, frozen=True, kw_only=True):
-    """A text or an image: a `data:` URL, plain base64, a file's id, or an http(s) URL if these are enabled."""
+    """A text or an image: a `data:` URL, plain base64, a file's id, or an http(s) URL if the operator enables it."""
 
     text: str | None = None
     image: str | None = None
@@ -124,7 +124,7 @@ class EmbeddingTurn(RequestStruct, frozen=True, kw_only=True):
 class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     """The body of `POST /v1/embeddings`, with `input` or `messages`."""
 
-    #: empty or missing with `messages`
+    #: Empty or omitted in requests with `messages`.
     input: str | list[str | TokenId | TokenIds | TextInput] | UnsetType = UNSET
     messages: Annotated[list[EmbeddingTurn], Meta(min_length=1, max_length=1)] | None = None
     encoding_format: Literal["float", "base64"] | None = None
@@ -132,9 +132,7 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
     #: vLLM's field: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_name: Annotated[str | None, doc("The model's prompt that is put before each text.")] = (
-        None
-    )
+    prompt_name: Annotated[str | None, doc("Name of the model's prompt before each text.")] = None
     input_type: (
         Literal[
             "search_query",
@@ -222,7 +220,7 @@ class Embeddings(Surface):
 
 
 class Inputs:
-    """The inputs of tasks, and their images. Raises: InvalidRequest."""
+    """The inputs of a request as parts of tasks, and their images. Raises: InvalidRequest."""
 
     def __init__(self, request: EmbeddingRequest, card: ModelCard, limits: LimitSettings) -> None:
         _check_kinds(request)
@@ -242,13 +240,13 @@ class Inputs:
         self._check(limits)
 
     def _to_input(self, content: str | list[TextContent | ImageContent]) -> TextPart | ImagePart:
-        """Texts are joined by line breaks. Raises: InvalidRequest for text with an image."""
+        """The input in a message. Texts are joined by line breaks. Raises: InvalidRequest for text with an image."""
         param = "messages.[0].content"
         if isinstance(content, str):
             content = [TextContent(text=content)]
         texts = [part.text for part in content if isinstance(part, TextContent)]
         if len(content) > 1 and len(texts) < len(content):
-            raise invalid(param, "this model embeds a text or one image; send one of them")
+            raise invalid(param, "one vector is made of text or of one image; send one of them")
         if not texts:
             [part] = content
             assert isinstance(part, ImageContent)
@@ -307,7 +305,7 @@ def _to_list(
 
 
 def to_image(url: str, param: str) -> ImageSource:
-    """An image by URL, by the name of an uploaded image, or in bare base64."""
+    """An image given as a URL, as the id of an uploaded image, or in base64."""
     schemes = ("data:", "http://", "https://")
     if not url[:8].lower().startswith(schemes) and not url.startswith(BY_NAME):
         url = f"data:;base64,{url}"
@@ -324,7 +322,7 @@ def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
 
 
 def _check_kinds(request: EmbeddingRequest) -> None:
-    """A list of numbers is one input and excludes other inputs. Raises: InvalidRequest."""
+    """Check that all inputs have one kind; a list of numbers is a single input. Raises: InvalidRequest."""
     items = request.input
     if request.messages is not None:
         if items:
@@ -345,11 +343,11 @@ def check_dimensions(dimensions: int | None, card: ModelCard) -> None:
     """Raises: InvalidRequest for dimensions that the model was not trained for."""
     allowed = (*card.shorter_dimensions, card.dimensions)
     if dimensions is not None and dimensions not in allowed:
-        raise invalid("dimensions", f"this model has {', '.join(map(str, allowed))}")
+        raise invalid("dimensions", f"send one of {', '.join(map(str, allowed))}")
 
 
 def check_prompt(name: str, param: str, card: ModelCard) -> str:
-    """The name of one of the model's prompts. Raises: InvalidRequest."""
+    """Return `name`, if the model has a prompt of this name. Raises: InvalidRequest."""
     if name not in card.prompts:
         offered = ", ".join(card.prompts) or "none"
         raise invalid(param, f"the prompts of this model are: {offered}")
@@ -364,14 +362,14 @@ def _find_prompt(request: EmbeddingRequest, card: ModelCard) -> str | None:
         return ""
     names = _PROMPTS_OF_TYPE[request.input_type]
     found = next((name for name in names if name in card.prompts), None)
-    if found is not None or names == DOCUMENT_PROMPTS:  # a model without a prompt for documents
+    if found is not None or names == DOCUMENT_PROMPTS:  # documents need no prompt
         return found
     message = f"the prompts of this model are: {', '.join(card.prompts)}; name one in prompt_name"
     raise invalid("input_type", message)
 
 
 def _find_truncation(request: EmbeddingRequest) -> Truncate:
-    """Inputs are truncated if the request gives a number of tokens. Raises: InvalidRequest."""
+    """Where to truncate: at the `end` if only `truncate_prompt_tokens` is sent. Raises: InvalidRequest."""
     truncate = to_truncate(request.truncate)
     if request.truncate_prompt_tokens is None or truncate != "none":
         return truncate
@@ -427,7 +425,7 @@ def split_inputs(
 def split_documents(
     task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
 ) -> list[Rerank]:
-    """Split the documents into tasks of limited size, each with the only query or with its documents' queries."""
+    """Split the documents into tasks of limited size, each with the single query or its documents' queries."""
     many, longest = len(task.queries) > 1, max(map(len, task.queries))
     return [
         replace(
@@ -445,8 +443,8 @@ def split_documents(
 def _split(
     items: Sequence[Item], num_tokens: Callable[[Item], int], headers: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """The items of each call, with the index of the first one."""
-    if KEY_HEADER in headers:  # it identifies one call
+    """The items of each call, after the index of its first item."""
+    if KEY_HEADER in headers:  # an idempotency key identifies one call
         yield 0, items
         return
     begin, total = 0, 0
@@ -475,7 +473,7 @@ class RerankRequest(InputFields, frozen=True, kw_only=True):
     max_tokens_per_doc: Annotated[
         Positive | None, doc("Documents are truncated to this number of tokens.")
     ] = None
-    raw_scores: Annotated[bool | None, doc("Return the model's scores as they are.")] = None
+    raw_scores: Annotated[bool | None, doc("Return the model's scores without activation.")] = None
 
 
 class ScoreRequest(InputFields, frozen=True, kw_only=True):
@@ -498,7 +496,7 @@ class RerankResult(msgspec.Struct):
 
 
 class RerankAnswer(msgspec.Struct):
-    """Most relevant documents first; ties in the order of the request."""
+    """Results, most relevant documents first. Equal scores keep the order of the request."""
 
     id: str
     model: str
@@ -541,7 +539,7 @@ class _Pairs(Surface):
     def _tasks(
         self, task: Rerank, documents: Sequence[str], context: RequestContext
     ) -> list[Rerank]:
-        """Split the documents into tasks, each with the query. Raises: InvalidRequest."""
+        """Check the limits, and split the documents into tasks. Raises: InvalidRequest."""
         limits = self.limits
         check_num("documents", len(documents), limits.max_documents, task.name)
         num_chars = sum(map(len, (*task.queries, *documents)))

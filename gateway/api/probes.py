@@ -1,4 +1,4 @@
-"""Health, readiness and metrics. Probes are not counted in metrics, and reveal only a short reason."""
+"""Health, readiness, metrics and status of the fleet. Probe requests are neither logged nor counted."""
 
 from collections.abc import Collection
 from contextlib import suppress
@@ -24,17 +24,17 @@ class ReadyQuery(Struct):
 
 
 class ModelStatus(Struct):
-    """The queue of a model."""
+    """A model's workers and queue."""
 
     id: str
     num_workers: int
     num_open: int  #: waiting and running requests
-    num_backlog: int  #: batch requests of `num_open` that no worker has claimed
-    oldest_wait_s: float  #: longest wait of a request that no worker has read
+    num_backlog: int  #: batch requests in `num_open` that no worker has claimed
+    oldest_wait_s: float  #: wait of the oldest unclaimed request outside the backlog
 
 
 class WorkerStatus(Struct):
-    """A worker, by its last heartbeat."""
+    """State of a worker at its last heartbeat."""
 
     id: str
     model: str
@@ -43,7 +43,7 @@ class WorkerStatus(Struct):
     num_running: int
     num_waiting: int
     max_num_seqs: int
-    num_finished: int  #: requests since its start
+    num_finished: int  #: finished requests since the worker started
     num_failed: int
 
 
@@ -51,14 +51,14 @@ class FleetStatus(Struct):
     """Queues and workers, as this gateway sees them."""
 
     version: str
-    state: str  #: `ready`, or why not, as in `/readyz`
-    num_open: int  #: requests of this gateway
+    state: str  #: the status that `/readyz` returns
+    num_open: int  #: open requests of this gateway
     models: list[ModelStatus]
     workers: list[WorkerStatus]
 
 
 class LiveRequests(Data[OpenRequest]):
-    """Requests, newest first."""
+    """Waiting and running requests, newest first."""
 
 
 @dataclass
@@ -87,10 +87,10 @@ class Probes(Resource):
 
     @operation("GET", "/readyz", aliases=("/health",), access="public", is_probe=True)
     async def readyz(self, caller: Caller, query: ReadyQuery) -> Response:
-        """Show whether this gateway accepts requests: Redis answers, and it is not shutting down.
+        """Show whether this gateway can reach Redis and is not shutting down.
 
-        `workers`: also require this number of ready workers. Not for the readiness probe of a Kubernetes Service, as
-        requests start deployments that have zero instances.
+        `workers`: also require this number of ready workers. Omit it in the readiness probe of a Kubernetes Service,
+        because a deployment that has zero instances starts one only when a request arrives.
         """
         state = self._state(query.workers)
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
@@ -139,7 +139,7 @@ class Probes(Resource):
 
     @operation("GET", "/metrics", is_probe=True)
     async def metrics(self, caller: Caller) -> Response:
-        """Show metrics in Prometheus format. Requires a key if keys are configured; an admin key, if there are any."""
+        """Show metrics in Prometheus format. Requires a key if keys are configured, and an admin key if any exist."""
         lifecycle, queue = self._lifecycle, self._lifecycle.dispatcher.queue
         metrics, models = lifecycle.metrics, lifecycle.models
         metrics.set_open(lifecycle.admission.num_open, models.num_workers)

@@ -132,7 +132,7 @@ class ReasoningText(EchoedStruct, frozen=True, tag_field="type", tag="reasoning_
 
 
 class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag="input_image"):
-    """An image: a `data:` URL, or an http(s) one if the operator allows it."""
+    """An image: a `data:` URL, or an http(s) URL if the operator allows it."""
 
     image_url: str | None = None
     file_id: str | None = None
@@ -140,7 +140,7 @@ class InputImage(EchoedStruct, frozen=True, kw_only=True, tag_field="type", tag=
 
 
 class InputVideo(VideoFields, frozen=True, kw_only=True, tag_field="type", tag="input_video"):
-    """A video, which OpenAI's API lacks: a `data:` or http(s) URL, or the id of an uploaded file."""
+    """A video: a `data:` or http(s) URL, or the id of an uploaded file. An extension of OpenAI's API."""
 
     video_url: str | None = None
     file_id: str | None = None
@@ -201,7 +201,7 @@ HOSTED_ITEMS = frozenset(get_args(InputItemType)[9:])
 
 
 class InputItem(EchoedStruct, frozen=True, kw_only=True):
-    """A message, with or without `type`; reasoning; a call, or its output."""
+    """A message, reasoning, a call, or the output of a call. Messages may omit `type`."""
 
     type: InputItemType = "message"
     id: str | None = None  #: in the output of a local shell call: the call's id
@@ -234,7 +234,7 @@ class ResponseChoice(EchoedStruct, frozen=True, kw_only=True, omit_defaults=True
     type: Literal["function", "allowed_tools", "auto", "none", "required"]
     name: str | None = None  #: of the function
     tools: list[ResponseNamedTool] | None = None  #: allowed functions
-    mode: Literal["auto", "required"] | None = None  #: whether to call one
+    mode: Literal["auto", "required"] | None = None  #: whether the model must call one of them
 
 
 ResponseToolChoice = Literal["none", "auto", "required"] | ResponseChoice
@@ -257,7 +257,7 @@ class Reasoning(RequestStruct, frozen=True, kw_only=True):
 
 
 class ResponseFields(SamplingFields, frozen=True, kw_only=True):
-    """Fields of both requests. Sampling fields have no effect on token counts."""
+    """Fields that both endpoints accept. Sampling fields have no effect on token counts."""
 
     model: ModelName
     input: str | Annotated[list[InputItem], Meta(min_length=1)]
@@ -375,7 +375,7 @@ class ShownReasoning(msgspec.Struct):
 class ShownTool(msgspec.Struct, frozen=True):
     name: str
     description: str | None
-    parameters: msgspec.Raw  # msgspec reads no union with Raw
+    parameters: msgspec.Raw  # msgspec cannot decode a union with Raw
     strict: bool | None
     type: Literal["function"] = "function"
 
@@ -443,7 +443,7 @@ class ResponseEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class KeptConversation(msgspec.Struct, frozen=True):
-    """A stored answer: the messages up to it, and the response."""
+    """A stored response, and the conversation up to its answer."""
 
     messages: tuple[ChatMessage, ...]  #: without instructions; the last message is the answer
     response: msgspec.Raw
@@ -459,14 +459,14 @@ class Continued:
 
 
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
-    response: ResponseObject  #: with the fields that repeat the request
+    response: ResponseObject  #: contains the fields copied from the request
     with_logprobs: bool = False
     #: Stored with the answer; empty if it is not stored.
     messages: tuple[ChatMessage, ...] = ()
 
 
 _SAMPLED = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-#: Fields of a response that are those of its request.
+#: Fields that a response copies from its request.
 _REPEATED = ("previous_response_id", "instructions", "max_output_tokens", "safety_identifier",
              "prompt_cache_key", "user")  # fmt: skip
 
@@ -474,7 +474,7 @@ _REPEATED = ("previous_response_id", "instructions", "max_output_tokens", "safet
 def _echo(
     request: ResponseRequest, sampling: SamplingParams, service_tier: str | msgspec.UnsetType
 ) -> ResponseObject:
-    """Fields of the response that repeat the request."""
+    """A response with the fields that are copied from the request."""
     form = request.text and request.text.format
     return ResponseObject(
         **{name: getattr(sampling, name) for name in _SAMPLED},
@@ -515,7 +515,7 @@ def _show_tool(tool: ResponseTool) -> ShownTool:
 
 
 def _normalize(choice: ResponseToolChoice | None) -> ResponseToolChoice:
-    """The choice as a string, if it names no function."""
+    """The choice, as a string if it names no functions."""
     if choice is None:
         return "auto"
     if isinstance(choice, ResponseChoice) and choice.type not in ("function", "allowed_tools"):
@@ -707,7 +707,7 @@ def _thought(content: str | Sequence[InputPart]) -> str:
 
 
 _SERVER_ERROR = "server_error"
-#: Names of a block's text in events.
+#: Names of a block's content in event types.
 _KINDS = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
 
 
@@ -737,7 +737,7 @@ class _Input(Surface):
         return Continued(request, (*messages, answer), kept.images)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Workers' errors name the input `messages`."""
+        """Report the field `input`, which workers' errors name `messages`."""
         if error.param is not None and error.param.startswith("messages"):
             error.param = "input"
         return error.status, error.body()
@@ -847,11 +847,11 @@ class CallOutputItem(msgspec.Struct, tag_field="type", tag="function_call_output
 
 
 class ResponseItemList(Listing[ShownItem | CallItem | CallOutputItem]):
-    """A page of the input of an answer, which includes earlier answers of the conversation."""
+    """A page of a response's input, which includes earlier answers of the conversation."""
 
 
 def read_kept(record: Record) -> KeptConversation:
-    """Raises: NotFound if another version of vlm-fleet stored the record."""
+    """Raises: NotFound if this version of vlm-fleet cannot decode the record."""
     try:
         return _kept_decoder.decode(record.data)
     except msgspec.MsgspecError:
@@ -958,12 +958,12 @@ class ResponseInputTokens(_Input):
 class ResponseAnswer(BlockStream):
     """Encodes the events of a call as a `ResponseObject`, or as the events of a stream.
 
-    Order of a stream: `created`, `in_progress`; for each item `output_item.added`, `content_part.added`, deltas, `done` of
-    the text and of the part, `output_item.done`; then `completed` or `incomplete`. Reasoning is an item before the message.
-    Each function call is an item after the message, whose deltas are parts of the arguments.
+    A stream begins with `created` and `in_progress`. Each item has `output_item.added`, `content_part.added`, deltas,
+    `done` of the text and of the part, and `output_item.done`. A stream ends with `completed` or `incomplete`.
+    Reasoning is an item before the message. A call is an item after the message; its deltas are parts of the arguments.
 
-    Besides the numbers of its events, a delta reserves one number per token and per new item, because one token may add to
-    two items. So a resumed stream, which groups tokens differently, continues with the same numbers.
+    Each token and each new item reserves a sequence number, because one token may add to two items. Sequence numbers
+    thus do not depend on how tokens are grouped into deltas: a resumed stream groups them differently.
 
     Source: OpenAI API reference, "Streaming events" of Responses.
     """
@@ -987,7 +987,7 @@ class ResponseAnswer(BlockStream):
         return encode(self._final)
 
     def record(self) -> bytes | None:
-        """The conversation with the complete answer, to be stored. None: it is not stored."""
+        """The record to store: the conversation with the complete answer. None: nothing is stored."""
         if self._final is None or not self.options.messages:
             return None
         blocks = self._blocks
@@ -1066,7 +1066,7 @@ class ResponseAnswer(BlockStream):
         return sse_event(encode(event), type_.encode())
 
     def _item(self, block: Block, status: str, *, is_empty: bool = False) -> OutputItem:
-        """A block as an item. `is_empty`: without content, as when the item is added."""
+        """A block as an item. `is_empty`: without content, for the event that adds the item."""
         name = self._item_id(block)
         if block.kind == "call":
             arguments = "" if is_empty else block.text

@@ -37,7 +37,7 @@ class RunRequest(RequestStruct, frozen=True, kw_only=True):
 class RunAnswer(msgspec.Struct):
     id: str
     application: str
-    #: The return value of `run`, or the list of yielded values. In a stream, `item` events come before it.
+    #: The return value of `run`, or the list of its yielded values. In a stream, `item` events precede the output.
     output: Raw | UnsetType = UNSET
     item: Raw | UnsetType = UNSET
     timings: Timings = UNSET
@@ -45,7 +45,7 @@ class RunAnswer(msgspec.Struct):
 
 
 class NamedRequest(msgspec.Struct, frozen=True):
-    """A request body, and the application's name from the path."""
+    """A request body, with the application's name from the path as `model`."""
 
     model: str
     body: RunRequest
@@ -85,7 +85,7 @@ class ApplicationRun(Surface):
         return TaskAnswer(head)
 
     def error(self, error: ApiError) -> tuple[int, bytes]:
-        """Rename the field, as the application's name is in the path."""
+        """Report the path parameter `name` instead of the field `model`."""
         if error.param == "model":
             error.param = "name"
         return error.status, error.body()
@@ -103,7 +103,7 @@ class TaskAnswer:
         return self._encode(output=output, timings=timings_of(totals))
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> list[Frame]:
-        """One event per item; the last one has the output."""
+        """One event per yielded item, and a last event with the output."""
         frames: list[Frame] = []
         for line in lines_of(event for _, event in events):
             self._num_items += 1
@@ -123,13 +123,13 @@ class TaskAnswer:
 
 
 def lines_of(events: Iterable[CallEvent]) -> Iterator[RunOutput]:
-    """The items and the end of a task, in order."""
+    """The yielded items and the final output of a task, in order."""
     text = "".join(event.text for event in events if isinstance(event, Tokens))
     return (_lines.decode(line) for line in text.split("\n") if line)
 
 
 def output_of(events: Iterable[CallEvent]) -> Raw:
-    """The yielded values of a task, or else its result."""
+    """The list of values that a task yielded, or its return value if it yielded none."""
     lines = list(lines_of(events))
     items = [line.item for line in lines if line.item is not UNSET]
     if items:
@@ -139,11 +139,11 @@ def output_of(events: Iterable[CallEvent]) -> Raw:
 
 
 def compact(value: Raw, param: str, max_bytes: int) -> Raw:
-    """JSON in one line. Raises: InvalidRequest."""
+    """Remove insignificant whitespace from JSON. Raises: InvalidRequest if it is too large or too deeply nested."""
     if len(memoryview(value)) > max_bytes:
         message = f"{param} is too large: send at most {max_bytes} bytes."
         raise InvalidRequest(message, param=param, code="task_too_large")
     try:
         return Raw(msgspec.json.format(bytes(value), indent=-1))
     except (msgspec.DecodeError, RecursionError):
-        raise invalid(param, "send valid JSON that nests less deeply") from None
+        raise invalid(param, "send valid JSON with fewer levels of arrays and objects") from None

@@ -1,7 +1,7 @@
 """Sessions of applications: common data that is sent once, and tasks that outlive their connections.
 
-A task is a resumable call: it runs whether or not a client waits, and any gateway finds it by session and id. All tasks
-of a session go to the same side of a canary. When a new version is deployed, it calls `enter` for the session again.
+A task is a resumable call: it runs whether or not a client waits, and any gateway finds it by session and id. During a
+canary, one version runs all tasks of a session. A new version calls `enter` again for each session.
 """
 
 import asyncio
@@ -66,10 +66,10 @@ from shared.sessions.store import (
 from shared.settings.limits import MAX_PAGE, LimitSettings
 
 MAX_WAIT_S = 60.0
-MAX_SHOWN_CHARS = 256  #: of a task's input, in lists
+MAX_SHOWN_CHARS = 256  #: length of the beginning of a task's input in a `TaskObject`
 _MAX_NAMED = 20  #: tasks in an error message
-_MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked up for a list of sessions
-#: How long a recorded task may be missing in the queue.
+_MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked up for a page of sessions
+#: A recorded task that is missing in the queue is pending for this time, then failed.
 BEGINS_WITHIN_S = 10.0
 _DAY_S = 86_400.0
 _COMMON_GRACE_S = 60.0  #: common data is readable this long after a task's deadline
@@ -97,15 +97,15 @@ class SessionResources(RequestStruct, frozen=True, kw_only=True):
 class CreateSession(RequestStruct, frozen=True, kw_only=True):
     """The body of `POST /v1/applications/{name}/sessions`. Units: seconds."""
 
-    common_data: Raw | UnsetType = UNSET  #: any JSON, for `enter`
+    common_data: Raw | UnsetType = UNSET  #: any JSON, passed to the application's `enter`
     priority: Priority = Priority.INTERACTIVE
-    #: Time without a new task before the session expires. Results are kept for the same time.
+    #: The session expires after this time without a new task. Results are kept for the same time.
     idle_s: Seconds = 3600.0
-    timeout_s: Seconds = 3600.0  #: time limit of each task, including its wait
-    #: Number of instances of the application, for all its open sessions together. Default: as deployed.
+    timeout_s: Seconds = 3600.0  #: time limit of each task, including its time in the queue
+    #: Bounds on the application's instances, summed over all its open sessions. Default: as deployed.
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
-    resources: SessionResources | None = None  #: minimum of an instance
+    resources: SessionResources | None = None  #: minimum of each instance
 
 
 class TaskInput(RequestStruct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class TaskInput(RequestStruct, frozen=True, kw_only=True):
 
 
 class CreateTasks(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/sessions/{id}/tasks`: one task, or `tasks`."""
+    """The body of `POST /v1/sessions/{id}/tasks`: one task with `input`, or several in `tasks`."""
 
     input: Raw | UnsetType = UNSET
     id: TaskId | None = None
@@ -128,7 +128,7 @@ class Empty(RequestStruct, frozen=True, kw_only=True):
 
 
 class TaskQuery(msgspec.Struct, forbid_unknown_fields=True):
-    wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0  #: for the end of the task
+    wait: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0  #: seconds to wait for the task's end
 
 
 class PageQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -141,7 +141,7 @@ class TasksQuery(PageQuery):
 
 
 class SessionObject(msgspec.Struct):
-    """A session and the number of its tasks by state. `resources` are those of an instance, if known."""
+    """A session, and the number of its tasks by state. `resources`: of each instance, if known."""
 
     id: str
     application: str
@@ -156,7 +156,7 @@ class SessionObject(msgspec.Struct):
     idle_s: float
     timeout_s: float
     min_instances: int
-    max_instances: int  #: 0: as deployed
+    max_instances: int  #: 0: the maximum of the deployment
     resources: dict[str, Any] | None
     object: str = "session"
 
@@ -168,7 +168,7 @@ class SessionList(Data[SessionObject]):
 
 
 class TaskObject(msgspec.Struct):
-    """A task, with `output` or `error` after its end. `package` runs it."""
+    """A task. A finished task has `output` or `error`. `package`: the version that runs the task."""
 
     id: str
     session: str
@@ -182,13 +182,13 @@ class TaskObject(msgspec.Struct):
 
 
 class TaskList(Data[TaskObject]):
-    """Tasks without results, oldest first."""
+    """Tasks, oldest first. They have results only if `include=results` is sent."""
 
     has_more: bool = False
 
 
 class _PartlyQueued(ApiError):
-    """Only some tasks were queued. Has the error of the first task that was not, and the queued tasks in `data`."""
+    """Only some tasks were queued. Reports the error of the first failed task, and the queued tasks in `data`."""
 
     def __init__(self, failed: Mapping[int, Any], queued: list[TaskObject]) -> None:
         first: ApiError = next(iter(failed.values()))
@@ -230,7 +230,7 @@ class Sessions(Resource):
         await self._find_card(name, session_id, caller.context.tenant)
         least, most = body.min_instances, body.max_instances or 0
         if most and least > most:
-            raise invalid("min_instances", "it is larger than max_instances")
+            raise invalid("min_instances", f"send at most max_instances, which is {most}")
         resources = body.resources and Resources(**msgspec.structs.asdict(body.resources))
         session = Session(
             session_id, _owner(caller), name, time.time(),  # noqa: TID251
@@ -269,7 +269,7 @@ class Sessions(Resource):
 
     @operation("POST", _SESSION + ":close")
     async def close_session(self, caller: Caller, body: Empty) -> SessionObject:
-        """Close a session to new tasks, and cancel waiting ones."""
+        """Close a session: refuse new tasks, and cancel pending tasks."""
         session = (await self._find(caller)).session
         await self._store.close_session(session)
         found = await self._find(caller, self._limits.max_session_tasks)
@@ -277,7 +277,7 @@ class Sessions(Resource):
         waiting = [t for t, s in zip(found.open_tasks, states, strict=True) if s == "pending"]
         await self._cancel(session.id, waiting)
         if session.common is not None and "running" not in states:
-            self._lifecycle.blobs.release(session.id, [session.common])  # otherwise it expires
+            self._lifecycle.blobs.release(session.id, [session.common])  # else it expires later
         return await self.retrieve_session(caller)
 
     async def _find(self, caller: Caller, max_open: int = 0) -> SessionState:
@@ -302,7 +302,7 @@ class Sessions(Resource):
         return shown
 
     async def _find_open_states(self, found: Sequence[SessionState]) -> list[list[TaskState]]:
-        """States of each session's open tasks. Tasks that have ended are marked as such in the store."""
+        """States of each session's open tasks. Updates the store for tasks that have ended."""
         flat = iter(await self._read_states([task for each in found for task in each.open_tasks]))
         every: list[list[TaskState]] = [[next(flat) for _ in each.open_tasks] for each in found]
         for each, states in zip(found, every, strict=True):
@@ -315,15 +315,15 @@ class Sessions(Resource):
 
     @operation("POST", _SESSION + "/tasks", commas="max_task_bytes")
     async def create_tasks(self, caller: Caller, body: CreateTasks) -> TaskList:
-        """Send tasks."""
+        """Submit tasks to a session."""
         tasks = body.tasks
         if (tasks is None) == (body.input is UNSET):
-            raise invalid("tasks", "send input, or tasks with an input each")
+            raise invalid("tasks", "send either input, or tasks that each have an input")
         if tasks is None:
             assert body.input is not UNSET
             tasks = [TaskInput(input=body.input, id=body.id)]
         elif body.id is not None:
-            raise invalid("id", "send an id in each of tasks instead")
+            raise invalid("id", "send an id in each entry of tasks instead")
         check_most("tasks", len(tasks), self._limits.max_tasks, "at a time")
         found = await self._find(caller)
         session = found.session
@@ -346,7 +346,7 @@ class Sessions(Resource):
         return TaskList(queued)
 
     async def _renew(self, session: Session) -> None:
-        """Keep the instances and the common data of a session. Raises: InvalidRequest, QueueUnavailable."""
+        """Extend the lifetime of instance bounds and common data. Raises: InvalidRequest, QueueUnavailable."""
         await self._store.keep_limits(session)
         if session.common is not None and not await self._lifecycle.blobs.hold(
             session.common, session.id, ttl_s=session.ttl_s
@@ -358,7 +358,7 @@ class Sessions(Resource):
     async def _submit(
         self, caller: Caller, session: Session, card: ModelCard, task_id: str, data: Raw
     ) -> TaskObject:
-        """Queue a task, unless it exists. Raises: ApiError, QueueUnavailable."""
+        """Queue a task, unless it was queued earlier. Raises: ApiError, QueueUnavailable."""
         now = time.time()  # noqa: TID251
         tenant, key_limits = caller.context.tenant, self._lifecycle.key_limits
         request_id = hashlib.sha256(f"{session.id}\0{task_id}".encode()).hexdigest()[:32] + "-0"
@@ -391,7 +391,7 @@ class Sessions(Resource):
             try:
                 await self._queue(caller, session, card, task, run)
             except BaseException:
-                # Redis may have the call although the reply was lost.
+                # Redis may have accepted the call although its reply was lost.
                 queue = self._lifecycle.dispatcher.queue
                 if state == "new" and await queue.state(task.model, task.request_id) is None:
                     await self._store.settle(session.id, {task_id: "forgotten"})
@@ -429,7 +429,7 @@ class Sessions(Resource):
             raise key_limits.to_error(refused, task.model, tenant) from None
         except DuplicateRequest:
             return
-        submitted.close()  # it continues without a client
+        submitted.close()  # the task continues without a client
 
     @operation("GET", _SESSION + "/tasks")
     async def list_tasks(self, caller: Caller, query: TasksQuery) -> TaskList:
@@ -451,7 +451,7 @@ class Sessions(Resource):
 
     @operation("GET", _TASK)
     async def retrieve_task(self, caller: Caller, query: TaskQuery) -> TaskObject:
-        """Show a task, once it has ended or `wait` is over."""
+        """Show a task, after waiting at most `wait` seconds for its end."""
         session, task, state = await self._find_task(caller)
         if query.wait and state not in ENDED:
             await self._wait(task, query.wait, caller.context.tenant)
@@ -507,7 +507,7 @@ class Sessions(Resource):
     # States of tasks
 
     async def _find_task(self, caller: Caller) -> tuple[Session, TaskRecord, TaskState]:
-        """The task of the path, and its state. Raises: NotFound, QueueUnavailable."""
+        """The task named in the path, and its state. Raises: NotFound, QueueUnavailable."""
         session = (await self._find(caller)).session
         found = await self._store.task(session.id, caller.path["task_id"])
         if found is None:
@@ -518,7 +518,7 @@ class Sessions(Resource):
     async def _find_states(
         self, session: Session, noted: Sequence[tuple[TaskRecord, str]]
     ) -> list[TaskState]:
-        """States of recorded tasks. Tasks that have ended are marked as such in the store."""
+        """States of recorded tasks. Updates the store for tasks that have ended."""
         tasks = [task for task, state in noted if state not in ENDED]
         found = dict(zip((task.id for task in tasks), await self._read_states(tasks), strict=True))
         ended = {task_id: state for task_id, state in found.items() if state in ENDED}
@@ -535,7 +535,7 @@ class Sessions(Resource):
         return [states[task.request_id] for task in tasks]
 
     async def _complete(self, shown: TaskObject, task: TaskRecord) -> None:
-        """Add the result or the error from the log of the call, while it is retained."""
+        """Add the output or the error from the log of the call, if the log is still stored."""
         log = await self._lifecycle.dispatcher.queue.events(task.model, task.request_id)
         events: Sequence[CallEvent] = decode_log(log)
         if shown.state == "succeed" and events:
@@ -548,7 +548,7 @@ class Sessions(Resource):
             shown.error = ErrorFields(text, "server_error", None, ErrorCode.DEADLINE_EXCEEDED.value)
 
     async def _wait(self, task: TaskRecord, wait_s: float, tenant: str) -> None:
-        """Raises: AuthenticationError if the tenant's key ends, QueueUnavailable."""
+        """Raises: AuthenticationError if the tenant's key is revoked or expires, QueueUnavailable."""
         until = time.monotonic() + wait_s
         call = await self._follow(task, wait_s)
         call.tenant = tenant
@@ -596,7 +596,7 @@ class Sessions(Resource):
         )
 
     def _check_resources(self, session: Session) -> None:
-        """Raises: InvalidRequest if the application's instances have less resources."""
+        """Raises: InvalidRequest if instances have fewer resources than the session requires."""
         wanted, found = session.resources, self._lifecycle.models.resources(session.application)
         if wanted is None or (found and fits(wanted, Resources(**found))):
             return
@@ -607,7 +607,7 @@ class Sessions(Resource):
         )
 
     async def _find_card(self, name: str, side: str, tenant: str) -> ModelCard:
-        """The version that serves. Raises: ApiError, QueueUnavailable."""
+        """The application's version for a session. `side`: the session's id. Raises: ApiError, QueueUnavailable."""
         card = await self._lifecycle.models.find(name, side, "run", tenant, "name")
         if "run" not in card.tasks:
             raise InvalidRequest(
@@ -630,7 +630,7 @@ def _by_model(tasks: Sequence[TaskRecord]) -> dict[str, list[TaskRecord]]:
 
 
 def _state_of(task: TaskRecord, found: RequestState | None) -> TaskState:
-    """State of a task's call. A call that was never queued, or that Redis has lost, has failed."""
+    """State of a task's call. A call that was never queued, or that Redis has lost, counts as failed."""
     if found is None:
         now = time.time()  # noqa: TID251
         return "pending" if now < task.created_at + BEGINS_WITHIN_S else "failed"

@@ -1,6 +1,6 @@
-"""`POST /tokenize` and `/detokenize`: the token ids of a request, and the text of token ids.
+"""`POST /tokenize` and `/detokenize`: convert a prompt or a conversation to token ids, and token ids to text.
 
-A worker renders a conversation and expands its images, as for an answer.
+A worker applies the chat template and expands images to tokens, exactly as it does for a chat completion.
 
 Source: vLLM, "Tokenizer API".
 """
@@ -42,7 +42,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     #: Whether the tokenizer adds special tokens, such as BOS, to a prompt.
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[
-        bool | None, doc("Return also the vocabulary's string of each token.")
+        bool | None, doc("Also return the string of each token in the vocabulary.")
     ] = None
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     add_generation_prompt: bool | None = None
@@ -57,13 +57,13 @@ class VideoFrames(msgspec.Struct):
 
 
 class TokenList(msgspec.Struct):
-    """The answer: `count` tokens, including those of images."""
+    """Token ids of the prompt, and their number. Both include image tokens."""
 
     count: int
     max_model_len: int
     tokens: Sequence[int]
     token_strs: Sequence[str] | None = None
-    #: Number of frames of each video.
+    #: For each video, the number of frames that the model sees and the number of all frames.
     frames: list[VideoFrames] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -97,12 +97,12 @@ class Tokenization(Surface):
 
     def plan(self, request: TokenizeRequest, context: RequestContext, card: ModelCard) -> Plan:
         if request.prompt is None and request.messages is None:
-            message = "Missing required field: prompt, or messages."
+            message = "Missing required field: send prompt or messages."
             raise InvalidRequest(message, param="prompt", code="missing_field")
         if request.prompt is not None and request.messages is not None:
             raise invalid("messages", "send prompt or messages, not both")
         if request.messages is not None and request.add_special_tokens:
-            raise invalid("add_special_tokens", "the chat template adds them; leave it out")
+            raise invalid("add_special_tokens", "the chat template adds these tokens; leave it out")
         images = ()
         if request.prompt is not None:
             num_chars, most = len(request.prompt), self.limits.max_text_chars

@@ -1,8 +1,8 @@
-"""`POST /v1/audio/transcriptions` and `/v1/audio/translations`: the text of speech, by a model that takes audio.
+"""`POST /v1/audio/transcriptions` and `/v1/audio/translations`: transcribe or translate speech with an audio model.
 
-The body is a form, or JSON with the file as a `data:` URL, an http(s) URL or the id of an uploaded file. The model gets
-a chat with one message: the audio and an instruction. A worker cuts a long file at quiet points; each segment is a
-separate call, and the cuts are the timestamps of the answer.
+The body is a form, or JSON with the file as a `data:` URL, an http(s) URL or the id of an uploaded file. The model
+receives one user message: the audio and an instruction. A worker cuts a long file at quiet points. Each segment is a
+separate call, and the cuts are the timestamps in the answer.
 
 Source: OpenAI API reference, "Create transcription", "Create translation" and "Transcription stream events"; W3C,
 "WebVTT".
@@ -47,7 +47,7 @@ _TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 _TRANSCRIBE = "Transcribe this audio word by word. Answer with the transcript only."
 _TRANSLATE = "Translate the speech in this audio into English. Answer with the translation only."
 _MAX_PROMPT_CHARS = 4096
-_NUMBERS = ("temperature", "stream")  #: fields that are not text
+_NUMBERS = ("temperature", "stream")  #: form fields that are a number or a boolean
 
 #: Two characters of Chinese or Japanese, which have no spaces between sentences.
 _UNSPACED = re.compile(r"[\u3000-\u30ff\u3400-\u9fff\uff00-\uffef]{2}")
@@ -60,7 +60,7 @@ class TranslationRequest(RequestStruct, frozen=True, kw_only=True):
     model: ModelName
     prompt: Annotated[
         Annotated[str, Meta(max_length=_MAX_PROMPT_CHARS)] | None,
-        doc("Text that helps the model, such as names or the sentence before."),
+        doc("Text that helps the model, such as names or the preceding sentence."),
     ] = None
     response_format: Format | None = None
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -99,7 +99,7 @@ class TranscriptionUsage(msgspec.Struct):
 
 
 class TranscriptSegment(msgspec.Struct):
-    """Units: seconds."""
+    """A segment of a transcript. Units: seconds."""
 
     id: int
     start: float
@@ -108,7 +108,7 @@ class TranscriptSegment(msgspec.Struct):
 
 
 class Transcription(msgspec.Struct):
-    """The fields after `usage` are those of `verbose_json`. Units: seconds."""
+    """A transcript. The fields after `usage` are only in `verbose_json`. Units: seconds."""
 
     text: str
     usage: TranscriptionUsage
@@ -187,7 +187,7 @@ class Translations(Surface):
     def cut(self, plan: Plan, segment_ends: Sequence[float]) -> Plan:
         num_segments = len(segment_ends)
         if num_segments > (most := self.limits.max_audio_segments):
-            raise invalid("file", f"it is too long: {num_segments} segments, at most {most}")
+            raise invalid("file", f"send at most {most} segments of audio, not {num_segments}")
         assert isinstance(plan.options, TranscriptOptions)
         options = replace(plan.options, segment_ends=tuple(segment_ends))
         if num_segments == 1:
@@ -216,7 +216,9 @@ class Transcriptions(Translations):
     def read(self, body: bytes, context: RequestContext) -> TranscriptionRequest:
         request: TranscriptionRequest = super().read(body, context)
         if request.stream and request.response_format not in (None, "json"):
-            raise invalid("response_format", "streams support json only")
+            raise invalid(
+                "response_format", "streams support json only; send json or stream: false"
+            )
         if granularities := request.timestamp_granularities:
             if "word" in granularities:
                 problem = "timestamps of words are not supported; send segment"
@@ -232,7 +234,7 @@ class Transcriptions(Translations):
 
 
 def _fields(body: bytes, content_type: bytes) -> dict[str, Any]:
-    """The fields of a form, as those of a JSON body. Raises: InvalidRequest."""
+    """The fields of a form, converted to those of a JSON body. Raises: InvalidRequest."""
     fields: dict[str, Any] = {}
     for part in read_form(body, content_type):
         name = part.name.removesuffix("[]")
@@ -253,7 +255,7 @@ def _fields(body: bytes, content_type: bytes) -> dict[str, Any]:
 
 
 def _plain_value(text: str) -> Any:
-    """A number or a truth value, as forms spell it."""
+    """Parse a number or a boolean of a form. Other text is returned unchanged."""
     try:
         return msgspec.json.decode(text.strip().lower(), type=float | bool)
     except msgspec.MsgspecError:
@@ -266,9 +268,9 @@ class TranscriptAnswer:
         self._ends = options.segment_ends
         self._texts = [""] * max(1, len(self._ends))
         self._ended: set[int] = set()
-        self._text = ""  # of all segments before `_open`, and the sent part of `_open`
+        self._text = ""  # text of the segments before `_open`, and the sent part of segment `_open`
         self._open = 0
-        self._num_sent = 0  # characters of the open segment
+        self._num_sent = 0  # characters of segment `_open`
         is_json = options.format in ("json", "verbose_json")
         self.headers = JSON_HEADERS if is_json else _TEXT_HEADERS
 
@@ -339,7 +341,7 @@ class TranscriptAnswer:
 
 
 def _has_space(around: str) -> bool:
-    """Whether a space separates segments; `around`: the last character of one and the first of the next."""
+    """Whether to separate two segments by a space. `around`: the characters before and after it."""
     return not around[0].isspace() and not _UNSPACED.fullmatch(around)
 
 

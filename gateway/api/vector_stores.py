@@ -1,7 +1,7 @@
-"""`/v1/vector_stores`: stores, their items, their files, and search.
+"""`/v1/vector_stores`: vector stores, their items and files, and search.
 
-OpenAI's API, and `items` as an extension: vectors, texts and images with ids that the client chooses. The embedding
-model of a store cannot be changed.
+This is OpenAI's API with an extension, `items`: vectors, texts and images with ids that the client chooses. The
+embedding model of a store cannot be changed.
 
 Source: OpenAI API reference, "Vector stores", "Vector store files".
 """
@@ -80,23 +80,23 @@ T = TypeVar("T")
 
 #: OpenAI's defaults, in tokens.
 CHUNK_TOKENS, OVERLAP_TOKENS = 800, 400
-#: Maximum size of a chunk relative to the model's context, as token counts are estimates.
+#: Default chunks are at most this share of the model's context, because token counts are estimates.
 _CHUNK_SHARE = 0.75
-#: Preferred ends of a chunk, the best first, in its last quarter.
+#: Preferred ends of a chunk in its last quarter, best first.
 _ENDS = ("\n\n", "\n", ". ", " ")
 
 # Requests
 
 
 class ExpiresAfter(RequestStruct, frozen=True, kw_only=True):
-    """When an unused store is deleted."""
+    """Time after which an unused store is deleted."""
 
     anchor: Literal["last_active_at"]
     days: Annotated[int, Meta(ge=1, le=365)]
 
 
 class StaticChunks(RequestStruct, frozen=True, kw_only=True):
-    """Sizes in tokens, of four characters each."""
+    """Sizes of chunks in tokens. A token is estimated as four characters."""
 
     max_chunk_size_tokens: Annotated[int, Meta(ge=100, le=4096)]
     chunk_overlap_tokens: Count
@@ -114,7 +114,7 @@ class ChunkingStrategy(RequestStruct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Raises: ValueError."""
         if self.type == "static" and self.static is None:
-            raise ValueError("send static too, with the sizes of chunks")
+            raise ValueError("send static with the sizes of chunks")
 
 
 class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
@@ -137,7 +137,7 @@ class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class QueryInput(RequestStruct, frozen=True, kw_only=True):
-    """A query that is not plain text. `embedding`: numbers, or little-endian float32 in base64."""
+    """A query as an object. `embedding`: a list of numbers, or little-endian float32 in base64."""
 
     text: str | None = None
     image: str | None = None
@@ -192,13 +192,13 @@ class AttachFileRequest(RequestStruct, frozen=True, kw_only=True):
 
 
 class ChangeFileRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/files/{file_id}`. null: no attributes."""
+    """The body of `POST /v1/vector_stores/{id}/files/{file_id}`. null removes all attributes."""
 
     attributes: ItemAttributes | None
 
 
 class FileBatchRequest(RequestStruct, frozen=True, kw_only=True):
-    """The body of `POST /v1/vector_stores/{id}/file_batches`: ids, or files with separate options."""
+    """The body of `POST /v1/vector_stores/{id}/file_batches`: file ids with common options, or files with their own."""
 
     file_ids: FileIds | None = None
     files: (
@@ -225,12 +225,12 @@ class ListQuery(PageQuery, frozen=True, kw_only=True):
         )
 
     def cut(self, entries: list[Any]) -> tuple[list[Any], bool]:
-        """The page, and whether there are more. `entries` may have one more than the limit."""
+        """The page, and whether more entries follow. `entries` has one more than the limit if more follow."""
         kept = entries[-self.limit :] if self.before else entries[: self.limit]
         return kept, len(entries) > self.limit
 
     def choose(self, entries: Sequence[Any]) -> tuple[list[Any], bool]:
-        """The page of a whole list in ascending order, and whether there are more. Ids of deleted entries are ignored."""
+        """The page of a complete, ascending list, and whether more entries follow. Unknown cursors are ignored."""
         chosen = [*entries] if self.order == "asc" else [*reversed(entries)]
         ids = [entry.id for entry in chosen]
         end = ids.index(self.before) if self.before in ids else len(ids)
@@ -266,7 +266,7 @@ class FileCounts(msgspec.Struct):
 
 
 class VectorStore(msgspec.Struct):
-    """OpenAI's object, with extensions from `embedding_model` on."""
+    """OpenAI's object, with extensions: `embedding_model` to `is_read_only`."""
 
     id: str
     created_at: int
@@ -326,7 +326,7 @@ class ItemsStored(msgspec.Struct):
 
 
 class Content(msgspec.Struct, omit_defaults=True):
-    """A piece of an item: a text, or an image's URL or SHA-256."""
+    """The text of an item, or the stored name of its image, such as a URL."""
 
     type: str
     text: str = ""
@@ -334,7 +334,7 @@ class Content(msgspec.Struct, omit_defaults=True):
 
 
 class StoredItem(msgspec.Struct):
-    """An item. `embedding`: if requested, little-endian float32 in base64, normalized."""
+    """An item. `embedding`, if requested, is the normalized vector: little-endian float32 in base64."""
 
     id: str
     content: list[Content]
@@ -348,7 +348,7 @@ class ItemList(Listing[StoredItem]):
 
 
 class SearchHit(msgspec.Struct):
-    """A chunk of a file, or an item, whose id is also `file_id` and `filename`."""
+    """A chunk of a file, or an item. For an item, `file_id` and `filename` are its id."""
 
     id: str
     file_id: str
@@ -445,14 +445,14 @@ def check_text(param: str, value: str) -> str:
 
 
 def find_prompt(param: str, asked: str | None, card: ModelCard, usual: Sequence[str]) -> str:
-    """The requested prompt, or the model's default for this use. Raises: InvalidRequest."""
+    """The requested prompt, or else the first of `usual` that the model has. Raises: InvalidRequest."""
     if asked is None:
         return next((name for name in usual if name in card.prompts), "")
     return asked and check_prompt(asked, param, card)
 
 
 def pack_vector(vector: Vector, param: str) -> bytes:
-    """Little-endian float32. Raises: InvalidRequest."""
+    """Encode a vector as little-endian float32. Raises: InvalidRequest."""
     if not isinstance(vector, str):
         data = array("f", vector).tobytes()
     else:
@@ -483,7 +483,7 @@ def check_metadata(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_attributes(attributes: Mapping[str, Any] | None, param: str) -> None:
-    """Refuse numbers that are not finite. Raises: InvalidRequest."""
+    """Refuse control characters in keys, and numbers that are not finite. Raises: InvalidRequest."""
     for key, value in (attributes or {}).items():
         check_text(param, key)
         if isinstance(value, float) and not math.isfinite(value):
@@ -497,7 +497,7 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
         place = f"items.[{index}]"
         check_text(f"{place}.id", item.id)
         if places.setdefault(item.id, index) != index:
-            raise invalid(f"{place}.id", f"items.[{places[item.id]}] has this id too")
+            raise invalid(f"{place}.id", f"items.[{places[item.id]}] has this id too; send another")
         if item.embedding is None and (item.text is None) == (item.image is None):
             raise invalid(place, "send either text or image, or an embedding")
         if item.embedding is None and item.text == "":
@@ -514,7 +514,7 @@ def check_items(items: Sequence[ItemInput], limits: LimitSettings) -> None:
 
 
 def check_filter(where: wire.Filter | None, limits: LimitSettings) -> None:
-    """Raises: InvalidRequest that names the part."""
+    """Raises: InvalidRequest that names the invalid part."""
     num_left = limits.max_filters
 
     def check(part: wire.Filter, param: str, depth: int) -> None:
@@ -523,7 +523,7 @@ def check_filter(where: wire.Filter | None, limits: LimitSettings) -> None:
         if num_left < 0:
             raise invalid("filters", f"send at most {limits.max_filters} filters")
         if depth > limits.max_filter_depth:
-            raise invalid("filters", f"nest at most {limits.max_filter_depth} filters")
+            raise invalid("filters", f"nest at most {limits.max_filter_depth} levels")
         if part.type in ("and", "or"):
             if part.key or part.value is not None or not part.filters:
                 raise invalid(param, f"send {part.type} with filters only, and at least one filter")
@@ -541,7 +541,7 @@ def _check_comparison(part: wire.Filter, param: str) -> None:
         raise invalid(f"{param}.key", f"send a key of 1 to {MAX_METADATA_KEY_CHARS} characters")
     values = part.value if isinstance(part.value, list) else [part.value]
     if isinstance(part.value, list) != (part.type in ("in", "nin")) or part.value is None:
-        raise invalid(f"{param}.value", "send a list with in and nin, one value with the others")
+        raise invalid(f"{param}.value", "send a list for in and nin, and one value for other types")
     check_most(f"{param}.value", len(values), MAX_FILTER_VALUES, "values")
     for value in values:
         if isinstance(value, str) and len(value) > MAX_METADATA_VALUE_CHARS:
@@ -558,7 +558,7 @@ def _check_comparison(part: wire.Filter, param: str) -> None:
 def read_query(
     query: str | Sequence[str] | QueryInput,
 ) -> tuple[list[str], list[str | ImageSource], list[bytes]]:
-    """The query as texts, inputs to embed, and vectors. Raises: InvalidRequest."""
+    """The texts, the inputs to embed and the vectors of a query. Raises: InvalidRequest."""
     if isinstance(query, QueryInput):
         if sum(x is not None for x in (query.text, query.image, query.embedding)) != 1:
             raise invalid("query", "send one of text, image and embedding")
@@ -574,7 +574,7 @@ def read_query(
 
 
 def chunk_sizes(strategy: ChunkingStrategy | None, card: ModelCard) -> tuple[int, int]:
-    """Tokens of a chunk, and of its overlap with the previous one."""
+    """Number of tokens of a chunk, and of its overlap with the previous chunk."""
     if strategy is None or strategy.type == "auto" or strategy.static is None:
         size = min(CHUNK_TOKENS, max(1, int(card.max_model_len * _CHUNK_SHARE)))
         return size, min(OVERLAP_TOKENS, size // 2)
@@ -674,7 +674,7 @@ class VectorStores(Resource):
         ]
         try:
             files = await self._attach_all(wanted, store, caller)
-        except BaseException:  # the client does not get the store's id
+        except BaseException:  # the client would not learn the store's id
             await self._search.ask(wire.DropStore(tenant=caller.tenant, store=store.id))
             raise
         made = VectorStore.of(await self._find(caller, store.id))
@@ -723,14 +723,14 @@ class VectorStores(Resource):
         rename: Callable[[str], str | None] | None = None,
         **fields: Any,
     ) -> T:
-        """Send a request about the store of the path, or `store`. `rename`: see `SearchClient.ask`. Raises: ApiError."""
+        """Send a request about `store`, by default the path's. `rename`: see `SearchClient.ask`. Raises: ApiError."""
         asked = {"tenant": caller.tenant, "store": caller.path.get("vector_store_id"), **fields}
         return await self._search.ask(kind(**asked), rename)
 
     async def _find(self, caller: Caller, name: str | None = None) -> wire.StoreRecord:
         if name is None:
             name = caller.path["vector_store_id"]
-            if not name.startswith(wire.STORE_ID):  # names are set by the operator
+            if not name.startswith(wire.STORE_ID):  # only the operator's settings use names
                 raise no_such("vector store", "vector_store_id")
         return await self._ask(caller, wire.ReadStore, store=name)
 
@@ -918,7 +918,7 @@ class VectorStores(Resource):
                 param="chunking_strategy",
                 code="too_many_inputs",
             )
-        # If a chunk has more tokens than estimated, only the first ones are embedded. Its text is complete.
+        # If a chunk has more tokens than estimated, only its first tokens are embedded, but all of its text is stored.
         vectors = await self._embed(
             chunks, ["file_id"] * len(chunks), store, store.prompt, caller, truncate="end"
         )
@@ -1009,7 +1009,7 @@ class VectorStores(Resource):
 
     @operation("POST", _BATCH + "/cancel")
     async def cancel_vector_store_file_batch(self, caller: Caller) -> FileBatchObject:
-        """Cancel a file batch. Has no effect, as file batches have ended when they are created."""
+        """Cancel a file batch. Has no effect, because a file batch is complete when it is created."""
         return FileBatchObject.of(await self._find_batch(caller))
 
     async def _find_batch(self, caller: Caller) -> wire.FileBatch:
@@ -1069,7 +1069,7 @@ class VectorStores(Resource):
         caller: Caller,
         truncate: Truncate = "none",
     ) -> list[bytes]:
-        """Embed texts and images with the store's model. `names`: of the inputs' fields. Raises: ApiError."""
+        """Embed texts and images with the store's model. `names`: field names of the inputs. Raises: ApiError."""
         if not parts:
             return []
         if truncate == "none":
@@ -1128,7 +1128,7 @@ class VectorStores(Resource):
 
 
 def _rename(param: str | None, names: Sequence[str]) -> str | None:
-    """The client's field name for a worker's, such as `input.[3].image`."""
+    """Translate a worker's field name, such as `input.[3].image`, to the client's."""
     if param is None or not param.startswith("input.["):
         return param
     index, _, rest = param.removeprefix("input.[").partition("]")

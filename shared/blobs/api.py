@@ -14,22 +14,22 @@ class BlobsUnavailable(Exception):
 
 
 class BlobStore(Protocol):
-    """Stores blobs until the requests that hold them have released them."""
+    """Stores each blob until all requests that hold it have released it."""
 
     takes_files: bool
-    """Whether `put` reads a file piece by piece, so that a blob can be larger than memory."""
+    """True if `put` reads a file in chunks, so that a blob can be larger than memory."""
 
     async def put(
         self, data: bytes | IO[bytes], holder: str, *, ttl_s: float, ref: BlobRef | None = None
     ) -> BlobRef:
-        """Store a blob until each holder has released it or its `ttl_s` has passed. A stored blob is not sent again.
+        """Store a blob until every holder has released it or `ttl_s` has passed. A stored blob is not sent again.
 
         `ref`: the reference, if the caller has computed it; required for a file. Raises: BlobsUnavailable.
         """
         ...
 
     async def get(self, ref: BlobRef) -> bytes | None:
-        """The bytes of a blob that has no URL (`locate`); None if they do not exist or do not match the hash.
+        """The bytes of a blob without a URL (see `locate`); None if the blob is missing or its hash differs.
 
         Raises: BlobsUnavailable.
         """
@@ -40,7 +40,7 @@ class BlobStore(Protocol):
         ...
 
     async def locate(self, ref: Ref, ttl_s: float) -> Ref:
-        """The reference for a `UrlBlobReader`. If the blob is not in Redis, it has a URL that is valid for `ttl_s`.
+        """The reference for a `UrlBlobReader`: with a URL that is valid for `ttl_s`, unless the blob is in Redis.
 
         Raises: BlobsUnavailable.
         """
@@ -59,7 +59,7 @@ class BlobStore(Protocol):
 
 
 def hash_of_file(file: IO[bytes]) -> str:
-    """The SHA-256 of a file, which is at its beginning afterwards."""
+    """The SHA-256 of a file. Resets the file's position to 0."""
     file.seek(0)
     digest = file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     file.seek(0)

@@ -1,7 +1,7 @@
 """Large blobs in a directory or bucket, small ones in Redis.
 
-Workers get a signed URL with the reference, so that they need no credentials. Objects expire by a lifecycle rule of
-the bucket: they are written again when their last write is older than `RENEW_AFTER_S`.
+Workers get a signed URL with the reference, so that they need no credentials. A lifecycle rule of the bucket deletes
+old objects. `put` writes an object again if its last write is older than `RENEW_AFTER_S`.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class ObjectBlobStore:
             self._store: Any = from_url(url, **options)
             obstore.put(self._store, _PROBE, b"", use_multipart=False)
             obstore.get(self._store, _PROBE)
-        except Exception as error:  # obstore's errors have no common base but Exception
+        except Exception as error:  # the only common base class of obstore's errors
             raise _wrong(f"{url}: {first_line(error)}") from None
         self._written: dict[str, float] = {}  # by hash: when this process wrote the object
 
@@ -121,14 +121,14 @@ class ObjectBlobStore:
 
 
 class UrlBlobReader:
-    """Reads a blob from the URL in its reference, or from `store` if it has none."""
+    """Reads a blob from the URL in its reference, or from `store` if the reference has no URL."""
 
     def __init__(self, store: BlobStore) -> None:
         self._store = store
         self._client: httpx.AsyncClient | None = None
 
     async def get(self, ref: BlobRef) -> bytes | None:
-        """The bytes; None if they do not exist or do not match the hash. Raises: BlobsUnavailable."""
+        """The bytes of a blob; None if the blob is missing or its hash differs. Raises: BlobsUnavailable."""
         if not ref.url:
             return await self._store.get(ref)
         file = await self.open(ref)
@@ -138,7 +138,7 @@ class UrlBlobReader:
             return await asyncio.to_thread(file.read)
 
     async def open(self, ref: BlobRef) -> IO[bytes] | None:
-        """As `get`, but a large blob is a file on disk."""
+        """Open a blob as a file, which is on disk if the blob has a URL. Returns None and raises as `get` does."""
         if not ref.url:
             data = await self._store.get(ref)
             return None if data is None else io.BytesIO(data)

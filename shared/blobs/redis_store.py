@@ -37,7 +37,7 @@ class RedisBlobStore(RedisStore):
 
     def __init__(self, redis: Redis, prefix: str) -> None:
         super().__init__(redis, prefix)
-        self._known: dict[str, float] = {}  # by hash: when the bytes may expire
+        self._known: dict[str, float] = {}  # by hash: earliest expiry of the bytes
         # by holder: when the holder expires, and the hashes of its blobs
         self._held: dict[str, tuple[float, set[str]]] = {}
         self._releasing: set[asyncio.Task[None]] = set()
@@ -59,7 +59,7 @@ class RedisBlobStore(RedisStore):
         return ref
 
     async def _put(self, data: bytes, holder: str, ttl_s: float, ref: BlobRef) -> bool:
-        """Returns whether the blob exists now; with empty `data`, whether it existed before."""
+        """Returns True if the blob is stored now; with empty `data`, True if it was stored before."""
         keys = self._blob_keys(ref.sha256)
         return await self._run(PUT_BLOB, keys, data, ttl_ms=to_ms(ttl_s), holder=holder) == 1
 
@@ -118,7 +118,7 @@ async def hash_of(data: bytes) -> str:
 
 
 def content_of(data: bytes | IO[bytes]) -> bytes:
-    """The bytes of a blob that may be a file."""
+    """The bytes of a blob, which is read from the beginning if it is a file."""
     if isinstance(data, bytes):
         return data
     data.seek(0)
@@ -126,7 +126,7 @@ def content_of(data: bytes | IO[bytes]) -> bytes:
 
 
 class ShardedBlobs:
-    """A `BlobStore` over shards. The hash of a blob ranks the shards, and the first one that is up stores it."""
+    """A `BlobStore` over shards. The hash of a blob ranks the shards; the first shard that is up stores the blob."""
 
     takes_files = False
 

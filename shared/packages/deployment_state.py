@@ -19,7 +19,7 @@ CLAIM_S = 10.0
 #: Time to live of the records after a node last renewed them.
 APPS_TTL_S = 24 * 3600.0
 
-#: Lifetime of a request to drain a node, which the node must read within it.
+#: Time to live of a request to drain a node. The node must read the request before it expires.
 DRAIN_TTL_S = 60.0
 
 #: Maximum length of a deployment's log.
@@ -94,7 +94,7 @@ class DeploymentState(RedisStore):
         await self._withdraw(self._keys.nodes, node_id, *keys)
 
     async def drain(self, node_id: str) -> None:
-        """Tell a node to drain its instances and end."""
+        """Request that a node drains its instances and exits."""
         await self._ask("SET", self._keys.node_drain(node_id), 1, "PX", to_ms(DRAIN_TTL_S))
 
     async def is_told_to_drain(self, node_id: str) -> bool:

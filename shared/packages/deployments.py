@@ -31,9 +31,9 @@ _SECRET_VALUE = re.compile(
     r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-#: At least this many letters and digits in a row look random if their words (runs of one kind) are shorter on average.
+#: A run of this many letters and digits looks random if its words (`_WORD`) have fewer characters on average.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
-#: Variables that applications may not set, by the reason; a trailing * matches any suffix. The process that
+#: Variables that applications cannot set, by the reason; a trailing * matches any suffix. The process that
 #: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so they must
 #: not change it. Variables of the application's own interpreter (`NODE_OPTIONS`) are allowed, and so is `ENV`,
 #: which only interactive shells read.
@@ -50,7 +50,7 @@ _RESERVED = {
 #: `(?!\n)` because `$` also matches before a final newline in Python.
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$(?!\n)"
 NAME_RULE = "send 1 to 63 letters, digits, dots, dashes and underscores, a letter or digit first"
-#: The version in a name of `version_name`.
+#: The version in a name that `version_name` returns.
 VERSION = r"^[0-9a-f]{12}$(?!\n)"
 _KEY = re.compile(r"deployments/([^/]+)/(\d{8})(\.outcome)?\.json")
 _ROUTE = re.compile(r"routes/([^/]+)/(\d{8})\.json")
@@ -81,7 +81,7 @@ def check_environment(environment: Environment) -> None:
     variables, secrets = environment.variables, environment.secrets
     if (count := len(variables) + len(secrets)) > MAX_VARIABLES:
         raise BadEnvironment(
-            f"variables, secrets: {count} of at most {MAX_VARIABLES}; move some into files of the package"
+            f"variables, secrets: {count} exceed the maximum of {MAX_VARIABLES}; move some into files of the package"
         )
     for group, names in (("variables", variables), ("secrets", secrets)):
         for name in names:
@@ -100,28 +100,28 @@ def check_environment(environment: Environment) -> None:
                 "letters, digits, dots, dashes and underscores, no dot or dash first, and nothing that "
                 "reads like a key"
             )
-    _check_size(variables, MAX_VARIABLES_BYTES, "variables: they", "use files of the package")
+    _check_size(variables, MAX_VARIABLES_BYTES, "variables", "use files of the package")
 
 
 def check_values(values: Mapping[str, str]) -> None:
     """Check all values of a process, secrets included. Raises: BadEnvironment."""
-    whose = "secrets: with the variables they"
-    _check_size(values, MAX_ENVIRONMENT_BYTES, whose, "deploy with fewer or shorter ones")
+    whose = "variables, secrets"
+    _check_size(values, MAX_ENVIRONMENT_BYTES, whose, "deploy with fewer or shorter values")
 
 
 def _check_size(values: Mapping[str, str], most: int, whose: str, advice: str) -> None:
     size = sum(len(name) + len(value.encode()) for name, value in values.items())
     if size > most:
-        raise BadEnvironment(f"{whose} have {size} bytes of at most {most}; {advice}")
+        raise BadEnvironment(f"{whose}: {size} bytes exceed the maximum of {most}; {advice}")
 
 
 def is_secret_name(text: str) -> bool:
-    """Whether the name of a secret is valid. A name that looks like a key is invalid."""
+    """True if the name of a secret is valid. A name that looks like a key is invalid."""
     return _SECRET.fullmatch(text) is not None and not is_random(text)
 
 
 def is_random(text: str) -> bool:
-    """Whether a text looks like a random key or token."""
+    """True if a text looks like a random key or token."""
     rows = re.split(r"[^A-Za-z0-9]", text)
     return _SECRET_VALUE.match(text) is not None or any(
         len(row) >= _LEAST_RANDOM and len(row) < _LONGEST_RANDOM_WORD * len(_WORD.findall(row))
@@ -140,7 +140,7 @@ def why_reserved(name: str) -> str:
 def _check_name(group: str, name: str) -> None:
     if not _VARIABLE.fullmatch(name):
         raise BadEnvironment(
-            f"{group}: name each by 1 to 128 letters, digits and underscores, no digit first"
+            f"{group}: a name has 1 to 128 letters, digits and underscores, no digit first"
         )
     if reason := why_reserved(name):
         raise BadEnvironment(f"{group}.{name}: {reason}; use another name")
@@ -165,7 +165,7 @@ class Resources(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     gpu: Annotated[int, Meta(ge=0, le=64)] = 0
 
     def __str__(self) -> str:
-        """As in `vlm deploy --resources`."""
+        """The format of `vlm deploy --resources`."""
         given = (("cpu", f"{self.cpu:g}"), ("memory", self.memory_bytes), ("gpu", self.gpu))
         return ",".join(f"{name}={value}" for name, value in given if value not in (0, "0"))
 
@@ -195,7 +195,7 @@ class SpecBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     def __post_init__(self) -> None:
         """Raises: ValueError."""
         if self.min_instances > self.max_instances:
-            raise ValueError("min_instances is larger than max_instances")
+            raise ValueError("min_instances is larger than max_instances; lower min_instances")
 
 
 class Spec(SpecBody, frozen=True):
@@ -206,7 +206,7 @@ class Spec(SpecBody, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """One change of a deployment. An empty digest means that it is undeployed. Units: epoch seconds."""
+    """One change of a deployment. An empty digest: the deployment is removed. Units: epoch seconds."""
 
     name: Name
     number: int
@@ -336,7 +336,7 @@ def _key(name: str, number: int, kind: str = "") -> str:
 
 
 def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
-    """Raises: StoreError, such as Unreadable."""
+    """Read and decode a record. Raises: StoreError, such as Unreadable."""
     data = store.get(key)
     try:
         return msgspec.json.decode(data or b"", type=kind)
@@ -347,7 +347,7 @@ def decode_record(store: PackageStore, key: str, kind: type[Record]) -> Record:
 
 
 class RoutedVersion(msgspec.Struct, frozen=True):
-    """A version and its weight. `card`: the model card of its workers, stored because no worker may be running."""
+    """A version and its weight. `card`: the model card of its workers, stored for times without a running worker."""
 
     weight: int
     card: ModelCard
@@ -358,7 +358,7 @@ class RoutedVersion(msgspec.Struct, frozen=True):
 
 
 class RouteRecord(msgspec.Struct, frozen=True):
-    """The versions of a name, by the first digits of their digests. None: the route was removed."""
+    """The versions of a name, by the first digits of their digests. Without versions, the route is removed."""
 
     name: str
     number: int
@@ -370,7 +370,7 @@ class RouteRecord(msgspec.Struct, frozen=True):
 
 
 def record_route(store: PackageStore, route: RouteRecord) -> None:
-    """Raises: Conflict if its number exists; StoreError."""
+    """Write a route. Raises: Conflict if its number exists; StoreError."""
     if not store.put_if_absent(_route_key(route.name, route.number), msgspec.json.encode(route)):
         raise Conflict(f"another client has just changed the route of {route.name}; try again")
 
@@ -380,7 +380,7 @@ def read_routes(
 ) -> dict[str, RouteRecord]:
     """The latest route of each name, including removed routes. Unreadable routes are skipped. Raises: StoreError.
 
-    `known`: routes that were read before, and are not read again.
+    `known`: routes of an earlier call. A route with an unchanged number is not read again.
     """
     found: dict[str, RouteRecord] = {}
     for name, numbers in _numbers(store, "routes", _ROUTE).items():

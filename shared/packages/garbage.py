@@ -29,7 +29,7 @@ from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 GRACE_S = 24 * 3600.0  #: blobs younger than this are kept
 #: Generations kept per deployment, in addition to the active one, the candidate and the rollback target.
 KEPT_GENERATIONS = 10
-#: Time limits since a collector's mark: to read all records, and to delete blobs; and how long clients wait.
+#: Time limits: to read all records, and to delete blobs, both since a collector's mark; for clients to wait.
 LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
 _POLL_S = 0.1
 _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
@@ -75,7 +75,7 @@ def write_hold(store: PackageStore, blobs: Collection[str] = (), package: str | 
     """Protect blobs for `GRACE_S`, or until the returned key is deleted. Raises: StoreError."""
     key = f"{_HOLDS}/{token_hex(12)}.json"
     store.put_if_absent(key, msgspec.json.encode(_Hold(sorted(blobs), package)))
-    # By the clock of this process, because the store's clock may differ.
+    # Measured with the clock of this process, because the store's clock can differ.
     give_up_at = time.monotonic() + WAIT_S
     waited_for = {mark.key for mark in _marks(store, key)[0]}
     while waited_for and time.monotonic() < give_up_at:

@@ -45,7 +45,7 @@ _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
 
 Digest = Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}$(?!\n)")]
 Kind = Literal["model", "python", "executable"]
-#: Names of engine settings, and the settings that only a node may set.
+#: The names of engine settings, and the settings that only a node can set.
 _ENGINE_SETTING = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _NOT_OF_PACKAGES = frozenset({"model", "served_name", "device"})
 
@@ -62,7 +62,7 @@ class PackageConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     entry: str = ""  #: Python applications: `module:Class`
     #: Executables: the path in the package (or on the node, if the package has no files) and arguments.
     command: tuple[str, ...] = ()
-    #: Applications: whether the sandbox has network access.
+    #: Applications: True if the sandbox has network access.
     network: bool = False
     protocol: int = 1
 
@@ -123,7 +123,7 @@ def config_bytes(manifest: Manifest) -> bytes:
 
 
 def make_manifest(config: PackageConfig, layers: list[Layer]) -> Manifest:
-    """A checked manifest of files in any order. Raises: BadPackage."""
+    """Make and check the manifest of files in any order. Raises: BadPackage."""
     manifest = Manifest(config, tuple(sorted(layers)))
     check_manifest(manifest)
     return manifest
@@ -132,7 +132,7 @@ def make_manifest(config: PackageConfig, layers: list[Layer]) -> Manifest:
 def decode_manifest(data: bytes) -> Manifest:
     """Read and check a manifest. Raises: BadPackage."""
     if len(data) > MAX_MANIFEST_BYTES:
-        raise BadPackage(f"the manifest is larger than {MAX_MANIFEST_BYTES} bytes")
+        raise BadPackage(f"the manifest has more than {MAX_MANIFEST_BYTES} bytes; use fewer files")
     try:
         raw = json.loads(data)
         config = msgspec.json.decode(base64.b64decode(raw["config"]["data"]), type=PackageConfig)
@@ -206,7 +206,7 @@ def check_path(path: str) -> None:
     try:
         parts = path.encode().split(b"/")
     except UnicodeEncodeError:
-        raise BadPackage(f"{path!r}: the path is not UTF-8") from None
+        raise BadPackage(f"{path!r}: the path is not UTF-8; rename the file") from None
     if any(part in (b"", b".", b"..") for part in parts):
         raise BadPackage(
             f"{path}: send a relative path below the package's root, without `.`, `..` or `//`"
@@ -217,13 +217,13 @@ def check_path(path: str) -> None:
             "give the file or folder a shorter name"
         )
     if "\\" in path or any(map(_is_control, path)):
-        raise BadPackage(f"{path!r}: a path may not have backslashes or control characters")
+        raise BadPackage(f"{path!r}: a path cannot have backslashes or control characters")
     if _PICKLES.fullmatch(path):
         raise BadPackage(f"{path}: {_PICKLED}")
 
 
 def _is_control(character: str) -> bool:
-    """Whether a character controls the terminal or the text direction, so that it can disguise a path."""
+    """True if a character controls the terminal or the text direction, and so can disguise a path."""
     return (
         unicodedata.category(character) in ("Cc", "Zl", "Zp")
         or unicodedata.bidirectional(character) in _DIRECTIONS
@@ -236,7 +236,7 @@ _PICKLED = (
 
 
 def check_content(path: str, file: IO[bytes]) -> None:
-    """Refuse pickles by content, whatever the file's name. Raises: BadPackage."""
+    """Refuse pickles by their content, independent of the file's name. Raises: BadPackage."""
     head = file.read(4)
     file.seek(0)
     if _PICKLE_HEAD.match(head):

@@ -42,7 +42,7 @@ LONGEST_BACKOFF_S = 60.0
 STABLE_S = 120.0
 #: A version that fails too often within this time after its promotion is rolled back.
 PROBATION_S = 600.0
-#: With at least `MIN_ANSWERS` answers, a canary is rolled back if its failure ratio exceeds the old version's by more.
+#: After `MIN_ANSWERS` answers, a canary is rolled back if its failure ratio exceeds the old one by `MAX_MORE_FAILED`.
 MIN_ANSWERS = 50
 MAX_MORE_FAILED = 0.05
 MAX_EVENTS = 50
@@ -69,7 +69,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: str  #: of the version: the package and its environment
     spec: Spec
     since: float = 0.0
-    #: When an installed instance was first started; of a canary, last. 0: never.
+    #: When an installed instance first started; for a canary, when one last started. 0: never.
     started_at: float = 0.0
     #: Failed starts and failed instances since the last stable instance. Crashes that the requests of one tenant may
     #: have caused are counted in `num_crashes` instead.
@@ -87,7 +87,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def needs(self) -> Resources:
-        """Resources of an instance. If the spec does not set the memory, it is the size of the weights on a CPU."""
+        """Resources of an instance. Without a GPU, the memory defaults to the size of the weights."""
         stated = self.spec.resources
         if stated.memory_bytes or stated.gpu:
             return stated
@@ -288,7 +288,7 @@ def conclude(app: App, number: int, outcome: Outcome, now: float) -> App:
 
 
 def is_failing(app: App, now: float) -> bool:
-    """Whether the active version should be rolled back, because it is new and fails too often."""
+    """True if the active version must be rolled back, because it is new and fails too often."""
     active = app.active
     return (
         active is not None
@@ -491,7 +491,7 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
 
 
 def _is_coming(app: App, candidate: Revision, now: float) -> bool:
-    """Whether more instances may become ready soon, because slots were wanted only recently."""
+    """True if more instances can become ready soon, because slots were added only recently."""
     waiting = app.of(candidate.digest, "wanted")
     return bool(waiting) and now - max(slot.since for slot in app.of(candidate.digest)) < SETTLE_S
 
@@ -506,7 +506,7 @@ def _compare(new: Load, old: Load) -> Outcome | None:
         return None
     return Outcome(
         "rolled_back",
-        f"{share:.0%} of {num_answers} answers failed, {usual:.0%} of the old version's",
+        f"{share:.0%} of {num_answers} answers failed, compared with {usual:.0%} of the old version",
     )
 
 
@@ -590,14 +590,14 @@ def _retire(app: App, revision: Revision | None, now: float) -> App:
 
 
 def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
-    """Drain idle retiring versions, and remove those without instances."""
+    """Drain idle retiring versions, and remove retiring versions without instances."""
     for revision in app.retiring:
         age_s, load = now - revision.since, loads.get(revision.digest, NO_LOAD)
         may_have_work = _can_work(revision) and (load.num_open > 0 or not load.is_whole)
         if age_s <= SETTLE_S or (may_have_work and age_s <= RETIRE_S):
             continue
         app = _resize(app, revision.digest, 0, now)
-        # if all shards answer, the node can fail its remaining requests
+        # if all shards answer, the node can fail the version's remaining requests
         if load.is_whole and not app.of(revision.digest):
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
             app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
@@ -633,7 +633,7 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
         if not text and revision is app.candidate and is_late:
             text = (
                 f"all resources are in use, and an instance needs {revision.needs}: wait for idle instances "
-                "(idle_s), undeploy one, lower --resources, or add a node"
+                "(idle_s), undeploy another name, lower --resources, or add a node"
             )
         if text:
             return app if app.message == text else replace(app, message=text)
@@ -641,7 +641,7 @@ def _explain(app: App, nodes: Mapping[str, NodeRecord], now: float) -> App:
 
 
 def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
-    """Why no node could run an instance even if the node were idle; empty if a node can."""
+    """The reason why no node can run an instance, even an idle node; empty if a node can."""
     if lack := _find_lack(revision, nodes):
         return lack
     rooms = [Resources(node.cpu, node.memory_bytes, node.gpu) for node in nodes.values()]
@@ -649,7 +649,7 @@ def find_obstacle(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
         return ""
     nodes_have = "; ".join(sorted({str(room) for room in rooms}))
     return (
-        f"no node has room for an instance of {revision.needs}, even if it is idle (nodes: "
+        f"no node has room for an instance of {revision.needs}, even if the node is idle (nodes: "
         f"{nodes_have or 'none'}): add a larger node, or deploy with less --resources"
     )
 
@@ -673,7 +673,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 
 
 def _want(app: App, digest: str, now: float, not_before: float = 0.0) -> App:
-    """Add a wanted slot. Its number is higher than all earlier ones, also those of a record that Redis lost."""
+    """Add a wanted slot. Its number is higher than all earlier numbers, also in a record that Redis lost."""
     number = max(app.next_slot, int(now * 1000))
     slot = Slot(number, digest, since=now, not_before=not_before)
     return replace(app, next_slot=number + 1, slots=(*app.slots, slot))

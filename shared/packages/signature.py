@@ -77,13 +77,13 @@ def check_signed(store: PackageStore, digest: str, signers: Path) -> str:
 
 
 def _check_file(signers: Path) -> None:
-    """Raises: BadSignature."""
+    """Raises: BadSignature if the file of allowed signers does not exist."""
     if not signers.is_file():
         raise BadSignature(f"the file of allowed signers {signers} does not exist")
 
 
 def _verify(signature: bytes, digest: str, signers: Path) -> str:
-    """Raises: BadSignature."""
+    """Verify a signature. Returns the signer. Raises: BadSignature."""
     with TemporaryDirectory(prefix="vlm-signature-") as folder:
         file = Path(folder) / "signature"
         file.write_bytes(signature)

@@ -28,7 +28,7 @@ SCHEMES = ("file", "s3", "gs", "az", "memory")
 
 
 class StoreError(Exception):
-    """The store failed; the message says why and what to do."""
+    """The store failed; the message has the reason and what to do."""
 
 
 class WrongStart(StoreError):
@@ -76,7 +76,7 @@ class ResumableFile:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Keep the file if another writer can resume it."""
         is_refused = isinstance(error, BadBlob) or self._is_right
-        # once it is moved, the old name may be another writer's
+        # after a move, the old name can belong to another writer
         if not self._is_moved and (is_refused or not (self._stays and self.size)):
             self.path.unlink(missing_ok=True)
         os.close(self._file)
@@ -84,7 +84,7 @@ class ResumableFile:
     def fill(self, read: Read, report: Report | None = None) -> None:
         """Append the bytes of `read(size)`. If the digest is wrong after a resume, write the whole file again.
 
-        Raises: BadBlob, OSError, and what `read` raises.
+        Raises: BadBlob, OSError, and the errors of `read`.
         """
         was_there = self.size
         self._write(read, report)
@@ -128,14 +128,14 @@ def place(move: Callable[[Path, Path], None], path: Path, target: Path) -> None:
     """
     for _ in range(_MOVES):
         with suppress(FileNotFoundError):
-            # Also raised for a folder that is removed while mkdir checks it.
+            # mkdir also raises this error if the folder is removed while mkdir checks it.
             with suppress(FileExistsError):
                 target.parent.mkdir(parents=True, exist_ok=True)
             move(path, target)
             break
     else:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(target))
-    with suppress(FileNotFoundError):  # it is already removed
+    with suppress(FileNotFoundError):  # the folder is already removed
         folder = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -183,7 +183,7 @@ def open_store(url: str) -> "PackageStore":
 
 
 class FileStore:
-    """Blobs by digest, and records by key, in a directory, which several machines may share.
+    """Blobs by digest and records by key in a directory, which several machines can share.
 
     All methods block, and raise StoreError. Files are written to `uploads`, synced, and renamed.
     """
@@ -236,11 +236,11 @@ class FileStore:
             raise StoreError(f"{self._uploads} cannot be written: {error.strerror}") from error
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Write a record unless it exists. Returns whether the record was written."""
+        """Write a record unless it exists. Returns True if the record was written."""
         target = self.root / key
         with self._upload([data]) as part:
             try:
-                place(os.link, part, target)  # a rename would replace another writer's
+                place(os.link, part, target)  # a rename would replace a record
             except FileExistsError:
                 return False
         return True
@@ -289,9 +289,9 @@ class FileStore:
             raise StoreError(f"{self.url}: {key} cannot be read: {error.strerror}") from None
 
     def delete(self, key: str) -> None:
-        """Delete an object, and folders that are empty then. Idempotent.
+        """Delete an object, and the folders that become empty. Idempotent.
 
-        For packages: only `shared.packages.garbage` calls it.
+        Only `shared.packages.garbage` deletes objects of packages.
         """
         path = self.root / key
         try:
@@ -317,7 +317,7 @@ class FileStore:
 
     @contextmanager
     def _upload(self, pieces: Iterable[bytes]) -> Iterator[Path]:
-        """A new, synced file in `uploads`, removed after the block unless it was renamed; a killed process leaves it."""
+        """A new, synced file in `uploads`. It is removed after the block, unless it was renamed or the process dies."""
         path = self._uploads / f"{secrets.token_hex(8)}{SUFFIX}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -346,7 +346,7 @@ class ObjectStore:
         self._obstore = obstore
         try:
             self._store: Any = from_url(url)
-        except Exception as error:  # obstore's errors have no common base but Exception
+        except Exception as error:  # the only common base class of obstore's errors
             raise StoreError(f"{url} cannot be opened: {first_line(error)}") from None
 
     def size(self, digest: str) -> int | None:
@@ -370,7 +370,7 @@ class ObjectStore:
                 if report is not None:
                     report(len(piece))
                 yield piece
-            # Inside the upload: an error leaves no object.
+            # Compared during the upload, so that an error leaves no object.
             _compare(digest, found)
 
         with self._errors():
@@ -417,12 +417,12 @@ class ObjectStore:
             self._obstore.delete(self._store, key)
 
     def delete_parts(self, before: float) -> int:
-        """See `FileStore.delete_parts`: lifecycle rules of the bucket end partial uploads."""
+        """See `FileStore.delete_parts`: lifecycle rules of the bucket delete partial uploads."""
         return 0
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise errors of obstore, which have no common base but Exception, as StoreError."""
+        """Raise the errors of obstore as StoreError. Exception is their only common base class."""
         try:
             yield
         except StoreError:

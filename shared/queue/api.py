@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from shared.protocol import Envelope, ErrorCode
 
-#: A possible poison request is cleared after this many new tokens. It may then run in a batch with others, and losing
-#: its worker no longer adds to its crash count.
+#: New tokens after which a possible poison request is cleared. A cleared request can run in a batch with other requests,
+#: and the loss of its worker does not add to its crash count.
 CLEARED_AFTER_TOKENS = 8
 
 Ending = Literal["finished", "failed"]
@@ -172,12 +172,12 @@ class Submission(Struct, frozen=True):
 
     choices: Sequence[Envelope]
     timeout_s: float  #: until their deadline, from now by the queue's clock
-    max_waiting: int  #: maximum of waiting calls with this priority; a request with more calls may use an empty queue
+    max_waiting: int  #: maximum of waiting calls of this priority; an empty queue accepts a request with more calls
     reservation: Reservation | None = None  #: of each call, if there are quotas
     #: If set, the calls may be reserved for the preferred worker until `share` is called.
     affinity: Affinity | None = None
     charge: Charge | None = None
-    #: Token ids that the only choice has already published under another call id, and continues after.
+    #: Token ids that the only choice has already published under another call id. The answer continues after them.
     earlier: Sequence[int] = ()
 
 
@@ -208,7 +208,7 @@ class GatewayQueue(Protocol):
         return ""
 
     def is_lost(self, request_id: str) -> bool:
-        """Whether the shard of a call has been down for so long that the call must be submitted to another shard."""
+        """True if the shard of a call has been down for so long that the call must be submitted to another shard."""
         return False
 
     async def submit(self, calls: Submission) -> Submitted:
@@ -222,11 +222,11 @@ class GatewayQueue(Protocol):
     async def cancel(
         self, model: str, request_ids: Sequence[str], *, is_lost: bool = False
     ) -> None:
-        """Cancel calls; ignores unknown and ended calls. `is_lost`: do not count usage, the calls were queued again."""
+        """Cancel calls. Unknown and ended calls are ignored. `is_lost`: do not count usage: the calls run elsewhere."""
         ...
 
     async def refund(self, reservation: Reservation) -> bool:
-        """Settle ended calls once: refund unused tokens, or charge those beyond the reservation. False: a call is open."""
+        """Settle ended calls once: refund unused tokens, or charge further tokens. Returns False if a call is open."""
         ...
 
     async def state(self, model: str, request_id: str) -> RequestState | None:
@@ -285,7 +285,7 @@ class GatewayQueue(Protocol):
     async def stats(self, model: str) -> QueueStats: ...
 
     async def servers(self) -> dict[str, dict[str, str]]:
-        """The fields of Redis's `INFO` by shard; empty for a server that does not respond."""
+        """The fields of Redis's `INFO` by shard; no fields if the ACL denies `INFO`. Shards that are down are left out."""
         ...
 
     async def fail_all(self, model: str, code: ErrorCode, message: str) -> int:
@@ -350,7 +350,7 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Whether this worker may call `reclaim` now: it reads all claims, so only one worker calls it per `every_s`."""
+        """Returns True if this worker may call `reclaim`: one worker per `every_s`, because it reads all claims."""
         ...
 
     async def end_scan(self) -> None:
@@ -366,7 +366,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def publish(self, publications: Sequence[Publication]) -> dict[str, str]:
-        """Publish events. Returns why calls are no longer this worker's, by id: gone, cancelled, ended, fenced or gap."""
+        """Publish events. Returns the calls that are refused, with the reason: gone, cancelled, ended, fenced or gap."""
         ...
 
     async def renew(self, claims: Iterable[Claim]) -> dict[str, str]:
@@ -376,11 +376,11 @@ class WorkerQueue(Protocol):
     async def cancel_deserted(self, claims: Iterable[Claim]) -> list[Claim]: ...
 
     async def release(self, claims: Iterable[Claim], *, is_crash: bool = False) -> int:
-        """Return calls to the queue; the result is their number. `is_crash`: add 1 to the requests' crash counts."""
+        """Queue calls again. Returns the number of queued calls. `is_crash`: add 1 to the requests' crash counts."""
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
-        """Return all calls except `keep` to the queue, and delete the consumer if none remain. Stop claiming first."""
+        """Queue all calls again, except `keep`. If no calls remain, delete the consumer. Stop claiming first."""
         ...
 
     async def close(self) -> None: ...

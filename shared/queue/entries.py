@@ -14,7 +14,7 @@ Entry = tuple[bytes, list[bytes]]
 
 #: Consumers without pending entries that were not seen for this long are deleted.
 FORGET_AFTER_S = 3600.0
-#: Most pending entries unknown to their worker, per reply.
+#: Maximum of pending entries per reply that their worker does not hold.
 MAX_UNKNOWN = 1000
 
 
@@ -30,7 +30,7 @@ class QueueEntries:
         self._queue = keys.queue(model)
         self._wakeups = keys.wakeups(model, worker_id)
         self._seen: list[bytes] = []  # wakeups that are not acknowledged yet
-        self._last_wakeup = b"0"  # that `pop_lost` has read
+        self._last_wakeup = b"0"  # the last entry that `pop_lost` has read
         self._batch_keys = (keys.queue(model), keys.backlog(model))
         self._requests = keys.requests(model)
         self._read = ("XREADGROUP", "GROUP", GROUP, worker_id, "COUNT")
@@ -39,10 +39,10 @@ class QueueEntries:
     async def wait(
         self, count: int, block_s: float, and_then: Command
     ) -> tuple[Sequence[Entry], Any]:
-        """Read up to `count` entries of the queue, and run `and_then` after the read, sent in the same write.
+        """Read up to `count` entries of the queue, then run the command `and_then`. Both are sent in one write.
 
-        Waits for an entry, or for a wakeup: a request was reserved for this worker. Returns the entries and the
-        reply of `and_then`, which may be an error. Raises: RedisError.
+        Waits for an entry, or for a wakeup, which means that a request was reserved for this worker. Returns the
+        entries and the reply of `and_then`, which can be an error. Raises: RedisError.
         """
         seen, self._seen = self._seen, []
         commands: list[Command] = [("XACK", self._wakeups, GROUP, *seen)] if seen else []
@@ -61,9 +61,9 @@ class QueueEntries:
         return found.get(self._queue, ()), answer
 
     async def take(self, count: int, age_s: float | None = None) -> Sequence[Entry]:
-        """Read up to `count` entries without waiting: batch calls if no others wait. Raises: RedisError.
+        """Read up to `count` entries without waiting: batch calls if no other calls wait. Raises: RedisError.
 
-        `age_s`: the oldest batch call joins the queue if it has waited that long.
+        `age_s`: the oldest batch call joins the queue after waiting that long.
         """
         arguments = named(
             requests=self._requests,
@@ -88,11 +88,11 @@ class QueueEntries:
             await self._create(self._wakeups, WAKEUPS_TTL_S)
 
     async def end_reservations(self) -> None:
-        """Delete the stream of wakeups: nothing more is reserved for this worker. Raises: RedisError."""
+        """Delete the stream of wakeups, so that no request is reserved for this worker. Raises: RedisError."""
         await self._sender.execute("DEL", self._wakeups)
 
     async def idle(self, count: int, lease_s: float, held: Collection[bytes]) -> Sequence[bytes]:
-        """Up to `count` entries whose lease has expired, without those that this worker runs."""
+        """Up to `count` entries whose lease has expired, without the entries `held` by this worker."""
         # Not XAUTOCLAIM: it stops after 10 x COUNT entries, whose leases may all be valid.
         most = count + len(held)
         command = ("XPENDING", self._queue, GROUP, "IDLE", to_ms(lease_s), "-", "+", most)
@@ -104,7 +104,7 @@ class QueueEntries:
     async def seize(self, entry_ids: Sequence[bytes], lease_s: float) -> Sequence[Entry]:
         """Take over entries whose lease has expired. Raises: RedisError.
 
-        Only one of several workers gets an entry, as XCLAIM resets its idle time.
+        Only one of several workers gets an entry, because XCLAIM resets its idle time.
         """
         command = ("XCLAIM", self._queue, GROUP, self._worker_id, to_ms(lease_s))
         return [entry for entry in await self._sender.execute(*command, *entry_ids) if entry]
@@ -112,7 +112,7 @@ class QueueEntries:
     async def renew(self, entry_ids: Sequence[bytes], age_ms: int) -> set[bytes]:
         """Renew the leases of this worker's entries that are at least `age_ms` old. Raises: RedisError.
 
-        Returns the renewed entries. Entries just claimed by another worker are younger and left to it.
+        Returns the renewed entries. An entry that another worker has just claimed is younger, and is not renewed.
         """
         if not entry_ids:
             return set()
@@ -122,8 +122,8 @@ class QueueEntries:
     async def pop_lost(self) -> set[bytes] | None:
         """Entries that this worker lost since the last call, from its stream of wakeups. Raises: RedisError.
 
-        None: the stream may have a gap, because Redis has trimmed, deleted or lost it. Entries that are lost after this
-        call are found by the next one.
+        None: the stream may have a gap, because Redis has trimmed, deleted or lost it. The next call returns the
+        entries that are lost after this call.
         """
         found = await self._sender.execute_soon("XRANGE", self._wakeups, self._last_wakeup, "+")
         if found and found[0][0] == self._last_wakeup:
@@ -136,7 +136,7 @@ class QueueEntries:
         return None
 
     async def unknown(self, idle_s: float, held: Collection[bytes]) -> Sequence[bytes]:
-        """Entries that Redis counts as this worker's and that are not `held`. Raises: RedisError."""
+        """Entries that are pending for this worker in Redis, but not `held`. Raises: RedisError."""
         most = len(held) + MAX_UNKNOWN
         command = ("XPENDING", self._queue, GROUP, "IDLE", round(idle_s * 1000), "-", "+", most)
         pending = await self._ask(*command, self._worker_id)
@@ -164,13 +164,13 @@ class QueueEntries:
                 raise
 
     async def reap(self, leaving: str = "") -> None:
-        """Delete consumers without entries: old ones, and `leaving`. Raises: RedisError."""
+        """Delete consumers without entries: idle consumers, and `leaving`. Raises: RedisError."""
         await self._sender.run(
             REAP, (self._queue,), named(group=GROUP, worker=leaving, idle_ms=to_ms(FORGET_AFTER_S))
         )
 
     async def _ask(self, *command: Part) -> Sequence[Any]:
-        """The reply of a command on the group; nothing if the queue was lost, which is created again."""
+        """Run a command on the group. If Redis has lost the queue, create it, and return an empty reply."""
         try:
             return await self._sender.execute(*command)
         except ResponseError as error:

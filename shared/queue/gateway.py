@@ -73,8 +73,8 @@ logger = logging.getLogger(__name__)
 
 MAX_ENTRIES_PER_READ = 512  #: of a mailbox
 LONGEST_PAUSE_S = 1.0  #: between two tries to read the mailbox
-_MAX_FORGOTTEN = 100  #: expired entries dropped at once
-#: Calls that one script cancels or reads; Redis answers other clients before the next.
+_MAX_FORGOTTEN = 100  #: expired entries dropped per script
+#: Maximum of calls that one script cancels or reads. Redis serves other clients between two scripts.
 _MAX_PER_SCRIPT = 100
 #: Marks of charges, by `Charge.counts` (`count_usage.lua`).
 _MARKS = {"request": "", "prompt": "*", "output": "+"}
@@ -107,7 +107,7 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
         return await self._run(SHARE, keys, group=GROUP, ids=list(request_ids))
 
     async def _forget_lost(self, refused: Envelope) -> bool:
-        """Drop expired backlog entries; returns whether any were dropped. Raises: RedisError."""
+        """Drop expired backlog entries. Returns True if any were dropped. Raises: RedisError."""
         if refused.priority is not Priority.BATCH:
             return False
         keys = (self._keys.backlog(refused.model),)
@@ -227,7 +227,7 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
             (int(entry_id.partition(b"-")[0]), model, fields[1].decode())
             for (model, _), found in zip(streams, await asyncio.gather(*reads), strict=True)
             for entry_id, fields in found
-            if fields[0] == b"id"  # no wakeup
+            if fields[0] == b"id"  # a call, not a wakeup
         ]
         newest = sorted(entries, reverse=True)[:limit]
         fields = ("tenant", "state", "worker", "enqueued_ms", "tokens")
@@ -285,7 +285,7 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
         key = self._keys.result(model, request_id, attempt)
         found = await self._ask("GET", key)
         if is_last:
-            with suppress(RedisError):  # it expires
+            with suppress(RedisError):  # the result also expires
                 await self._sender.execute("DEL", key)
         return found
 
@@ -302,10 +302,10 @@ class RedisGatewayQueue(RedisStore, GatewayQueue):
         try:
             pending = await self._ask("XPENDING", queue, GROUP)
             begin = b"(" + pending[2] if pending[2] else "-"  # earlier entries are deleted
-        except ResponseError:  # no worker has ever read
+        except ResponseError:  # no worker has created the group
             begin = "-"
         entries = await self._ask("XRANGE", queue, begin, "+", "COUNT", 10)
-        oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]  # no wakeup
+        oldest = [entry_id for entry_id, fields in entries if fields[0] == b"id"]
         if not oldest:
             return 0.0
         seconds, microseconds = await self._ask("TIME")
@@ -465,8 +465,8 @@ class RedisMailbox:
         command = ("XREAD", "COUNT", MAX_ENTRIES_PER_READ, "BLOCK", to_ms(BLOCK_S), "STREAMS")
         reply = await self._reader.execute(*command, *keys, *ids)
         for key, entries in reply or ():
-            # Streams are trimmed from their oldest end. As long as the entry read last is still there,
-            # none after it is gone; only a reader that is far behind has to check.
+            # Streams are trimmed from their oldest end: if the last read entry still exists, no later entry
+            # is missing. Only a reader that is far behind needs this check.
             if len(entries) == MAX_ENTRIES_PER_READ and (name := key.decode()) in self._last_ids:
                 model, last_id = self._models[name], self._last_ids[name]
                 if not await self._reader.execute("XRANGE", name, last_id, last_id):
@@ -478,7 +478,7 @@ class RedisMailbox:
         for key, model in list(self._models.items()):
             if not await self._sender.execute("EXISTS", key):
                 last_id = await self._create(key)
-                if key in self._models:  # it may have been left meanwhile
+                if key in self._models:  # the mailbox may be closed by now
                     self._last_ids[key] = last_id
             self._on_gap(model)
 

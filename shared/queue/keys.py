@@ -1,7 +1,7 @@
 """All keys in Redis, with content and time to live.
 
-The keys of one model share the hash tag `{model}`, those of one blob its hash. Every key expires, so that a crash
-leaves nothing behind.
+The keys of one model share the hash tag `{model}`, the keys of one blob the hash tag `{SHA-256}`. Every key expires, so
+that a crash leaves nothing behind.
 """
 
 import logging
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 GROUP = "workers"  #: the consumer group of every queue
 RELEASED_CONSUMER = "released"  #: owner of released entries
 
-#: A request and its log outlive the deadline, for late readers.
+#: Time for which a request and its log are kept after the deadline, for late readers.
 AFTER_DEADLINE_S = 60.0
-#: A request and its log outlive the end, to repair gaps and recognise retries.
+#: Time for which a request and its log are kept after the end, to repair gaps and recognise retries.
 AFTER_END_S = 60.0
-#: Idle queues; longer than the longest deadline.
+#: Time to live of an idle queue, longer than the longest deadline.
 QUEUE_TTL_S = 48 * 3600.0
-#: A gateway whose mailbox expired counts as gone.
+#: Time to live of a mailbox. A gateway whose mailbox has expired counts as gone.
 MAILBOX_TTL_S = 30.0
 MAX_MAILBOX_ENTRIES = 20_000
 DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
-#: A blob outlives its last request: the conversation may continue.
+#: Time for which a blob is kept after its last request, because the conversation may continue.
 BLOB_LINGER_S = 30.0
-#: Nodes read the tenants of a crash soon after it.
+#: Time to live of the tenants of a crash, which nodes read soon after the crash.
 CRASH_TTL_S = 600.0
-#: A crash so soon after a running request was cancelled may be due to that request.
+#: A crash within this time after the cancellation of a running request may be caused by the request.
 LEFT_TTL_S = 10.0
 #: A preferred worker is remembered for this long; caches rarely keep an image or prefix longer.
 AFFINITY_TTL_S = 600.0
-#: Nothing is reserved for a worker that does not renew its stream of wakeups.
+#: Time to live of a worker's stream of wakeups. No request is reserved for a worker without this stream.
 WAKEUPS_TTL_S = 10.0
 #: A model is listed for this long after its last worker.
 MODEL_TTL_S = 24 * 3600.0
@@ -86,7 +86,7 @@ def _owned_named(kind: str) -> "Callable[[RedisKeys, str, str | int], str]":
 
 @dataclass(frozen=True, slots=True)
 class RedisKeys:
-    """The keys under one prefix, by the name of a model or other object, or by an owner's object."""
+    """The keys under one prefix. Their arguments are an object's name, or an owner, such as a model, and a name."""
 
     prefix: str = "vlm"
 
@@ -116,7 +116,7 @@ class RedisKeys:
     mailbox = _owned_named("mailbox")
     #: The worker that last served requests with this affinity key.
     preferred_worker = _owned_named("home")
-    #: The worker that last looked for expired leases. Until the key expires, no other worker does.
+    #: The worker that last looked for expired leases. Until the key expires, no other worker looks.
     scan = _owned("scan")
     #: Stream of the requests reserved for a worker, and of entries that it lost; it exists while the worker reads it.
     wakeups = _owned_named("bell")
@@ -127,10 +127,10 @@ class RedisKeys:
     #: Dead-letter stream: id, reason, attempt and worker of failed requests; never their content.
     dead = _owned("dead")
     stream = _named("stream")  #: a gateway's record of a resumable request
-    #: Hash of the shards that were used: until when each may have requests (epoch seconds).
+    #: Hash of the used shards: the time until which each may have requests (epoch seconds).
     shards = _key("shards")
     confirmation = _key("confirmation")  #: written before each `WAIT` for a replica
-    lease = _named("lease")  #: holder of an exclusive lease, such as that of a batch
+    lease = _named("lease")  #: holder of an exclusive lease, such as a batch's lease
     #: A conversation with its last answer, which later requests continue (MessagePack).
     record = _owned_named("record")
     records = _owned("records")  #: sorted set of the names of a tenant's records, by expiry (ms)
@@ -242,7 +242,7 @@ class RedisStore:
         ]
 
     def _decode(self, key: str, value: bytes, decode: Callable[[bytes], Member]) -> Member | None:
-        """The decoded value; None, and an error in the log, if it is invalid."""
+        """Decode a value. If it is invalid, log an error and return None."""
         try:
             member = decode(value)
         except (msgspec.MsgspecError, ValueError) as error:

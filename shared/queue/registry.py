@@ -1,4 +1,4 @@
-"""The registry of workers and models: workers announce themselves, gateways read it.
+"""The registry of workers and models: workers write their records, and gateways read them.
 
 Records expire. A model is known for a day after its last worker, so that requests are queued while all workers
 restart.
@@ -26,12 +26,12 @@ class WorkerRecord(Report, frozen=True, omit_defaults=True):
     max_num_seqs: int = 1
     num_steps: int = 0
     num_finished: int = 0  #: requests since its start
-    num_failed: int = 0  #: by the engine, an application or a crash; not refused, nor by a deadline
+    num_failed: int = 0  #: failed by the engine, an application or a crash, not by a deadline
     state: Literal["ready", "draining"] = "ready"
 
 
 class AdapterSource(Report, frozen=True):
-    """An adapter for every worker of a model."""
+    """The source of an adapter that all workers of a model load."""
 
     path: str  #: relative to the workers' `lora_dir`
     revision: str  #: changes with each request to load it
@@ -51,7 +51,7 @@ _any_record_decoder = msgspec.json.Decoder(_AnyRecord)
 
 
 def decode_record(data: bytes) -> WorkerRecord:
-    """Decode a record; of a worker of another protocol version only its identity. Raises: msgspec.MsgspecError."""
+    """Decode a record; with another protocol version, only the worker's identity. Raises: msgspec.MsgspecError."""
     record = _any_record_decoder.decode(data)
     card = decode_card(record.card)
     if card.version != PROTOCOL_VERSION:
@@ -114,7 +114,7 @@ class Registry(RedisStore):
         return sources
 
     async def put_adapter(self, model: str, name: str, source: AdapterSource) -> None:
-        """Add an adapter for all workers of a model, later ones too."""
+        """Add an adapter for all current and future workers of a model."""
         key, ttl_ms = self._keys.adapters(model), to_ms(MODEL_TTL_S)
         await self._sender.execute(*with_ttl(key, ttl_ms, "HSET", key, name, encode(source)))
 

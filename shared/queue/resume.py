@@ -37,7 +37,7 @@ class Leases(RedisStore):
     """Exclusive leases by name. All methods raise QueueUnavailable."""
 
     async def hold(self, name: str, holder: str, ttl_s: float) -> bool:
-        """Acquire or renew a lease; returns whether `holder` has it."""
+        """Acquire or renew a lease. Returns True if `holder` has the lease."""
         keys = (self._keys.lease(name),)
         return await self._run(HOLD, keys, holder=holder, ttl_ms=to_ms(ttl_s)) == 1
 

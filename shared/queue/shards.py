@@ -1,8 +1,8 @@
-"""Several Redis servers as shards of one queue. All keys of a request are on one shard, so no script changes.
+"""Several Redis servers as shards of one queue. All keys of a request are on one shard, as its scripts require.
 
 The id of a call ends with the name of its shard: `ID-0@NAME`. Rendezvous hashing ranks the shards for each request; the
-request goes to the first shard that is up. A request is never submitted to two shards. The first shard also stores what
-belongs to no request: workers, deployments, sessions and records.
+request goes to the first shard that is up. A request is never submitted to two shards. The first shard also stores
+data that belong to no request: workers, deployments, sessions and records.
 """
 
 import asyncio
@@ -87,7 +87,7 @@ class Shard:
     async def ask(
         self, call: Coroutine[Any, Any, Result], failure: type[Exception] = QueueUnavailable
     ) -> Result:
-        """The result of a call to this shard. While it is down, the call fails at once.
+        """Run a call to this shard. While the shard is down, the call fails immediately.
 
         `failure`: the exception of a call that the server did not answer. Raises: `failure`.
         """
@@ -435,7 +435,7 @@ def create_gateway_queue(settings: RedisSettings, redis: Redis) -> GatewayQueue:
 
 
 async def check_shards(settings: RedisSettings) -> None:
-    """Check that the settings have all shards that may have requests, if Redis answers. Raises: SettingsError."""
+    """If Redis answers, check that the settings have all shards that may have requests. Raises: SettingsError."""
     async with aclosing(create_redis(settings)) as redis:
         try:
             noted: dict[Any, Any] = await redis.hgetall(RedisKeys(settings.key_prefix).shards)

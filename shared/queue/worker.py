@@ -45,9 +45,9 @@ from shared.redis.client import (
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 
 #: An entry that Redis assigns to this worker, but that the worker does not hold, belongs to a lost reply if it is idle for
-#: longer than this. Above the age of any renewed lease, so that a worker with the same name keeps its entries.
+#: longer than this. It exceeds the age of a renewed lease, so that a worker with the same name keeps its entries.
 UNKNOWN_AFTER_S = 4.0
-#: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose it.
+#: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose the lease.
 RENEW_EVERY_S = 2.5
 #: Heartbeats between checks of all requests of a worker, in case Redis has lost writes.
 CHECK_EVERY = 240
@@ -64,10 +64,10 @@ MAX_ITEMS = 64
 
 _FAILURES = {
     b"expired": (ErrorCode.DEADLINE_EXCEEDED, "the request's deadline passed while it waited"),
-    b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that tried the request ended early"),
+    b"exhausted": (ErrorCode.TOO_MANY_ATTEMPTS, "every worker that ran the request was lost"),
     b"kills_workers": (
         ErrorCode.REQUEST_KILLS_WORKERS,
-        "every worker that ran the request by itself ended early",
+        "every worker that ran only this request was lost",
     ),
 }
 
@@ -137,7 +137,7 @@ class RedisWorkerQueue(RedisStore):
     async def _read(self, count: int, block_s: float) -> list[Claim]:
         claim = self._script.of_read(self._last_read_id, count)
         entries, answers = await self.entries.wait(count, block_s, claim)
-        if not isinstance(answers, list):  # Redis does not know the script yet
+        if not isinstance(answers, list):  # Redis does not have the script yet
             keys, arguments = (self._queue,), claim[4:]
             answers = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
         # Replies without an entry in the read: reserved requests, or requests of a read whose reply was lost.
@@ -167,7 +167,7 @@ class RedisWorkerQueue(RedisStore):
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.pop(entry_id, None)  # a later owner lost it too
+            self._held.pop(entry_id, None)  # a later owner has lost the entry too
         return await self._claim_entries(entries, "reclaimed", count)
 
     async def reconcile(self) -> list[Claim]:
@@ -207,7 +207,7 @@ class RedisWorkerQueue(RedisStore):
                 wakeups.append(entry_id)
                 is_released |= self._note_wakeup(fields[0])
             elif entry_id not in self._held:
-                self._held[entry_id] = 0  # before the first await: other replies may name it
+                self._held[entry_id] = 0  # before the first await: other replies may have the entry
                 named.append((entry_id, _request_id(fields)))
         live = await self._claim_all(named, replies or {})
         self.num_claims[kind] += len(live)
@@ -216,12 +216,12 @@ class RedisWorkerQueue(RedisStore):
                 await self.entries.remove(wakeups)
                 if is_released and len(live) < free:
                     live += await self.reclaim(free - len(live))
-            except (RedisError, QueueUnavailable) as error:  # the claims must not get lost
+            except (RedisError, QueueUnavailable) as error:  # return the claims anyway
                 logger.warning("could not reclaim released requests: %s", error)
         return live
 
     def _note_wakeup(self, kind: bytes) -> bool:
-        """Handle a wakeup entry. Returns whether requests were released."""
+        """Handle a wakeup entry. Returns True if requests were released."""
         if kind == b"batch":
             self.entries.num_backlog = max(1, self.entries.num_backlog)
         elif kind != b"nudge":
@@ -280,8 +280,8 @@ class RedisWorkerQueue(RedisStore):
         """See `WorkerQueue.renew`.
 
         Scripts that cancel or take over a request add its entry to the stream of wakeups of the worker that runs it.
-        Leases are renewed at intervals, by one command. Requests are checked one by one if their entry is in the stream
-        or was not renewed; all are if the stream may have a gap, and every `CHECK_EVERY` calls.
+        Leases are renewed at intervals, by one command. A request is checked if its entry is in the stream or was not
+        renewed. All requests are checked if the stream may have a gap, and every `CHECK_EVERY` calls.
         """
         claims = list(claims)
         entry_ids = {claim.entry_id for claim in claims}
@@ -295,14 +295,14 @@ class RedisWorkerQueue(RedisStore):
                 c.entry_id for c in claims if self._holds(c) and c.entry_id not in self._doubtful
             ]
             renewed = await self.entries.renew(sure, to_ms(self._renew_every_s / 5))
-            # Entries of claims that are still on their way to the caller are kept for the next call.
+            # Keep the entries of claims that have not reached the caller yet, for the next call.
             self._doubtful = lost | (entry_ids - renewed)
             self._renew_at = time.monotonic() + self._renew_every_s
         checked = [c for c in claims if c.entry_id in self._doubtful or not self._holds(c)]
         return await self._check(checked) if checked else {}
 
     async def _check(self, claims: Sequence[Claim]) -> dict[str, str]:
-        """Renew the leases of the requests that still belong to this attempt. Returns the others, with reasons."""
+        """Renew the leases of the requests that still belong to this attempt. Returns the other requests, with reasons."""
         keys = [self._queue]
         keys += [self._keys.request(self._model, claim.id) for claim in claims]
         verdicts = await self._run(
@@ -335,7 +335,7 @@ class RedisWorkerQueue(RedisStore):
         claims = list(claims)
         if not claims:
             return 0
-        for claim in claims:  # if this fails, `reconcile` finds them
+        for claim in claims:  # if the script fails, `reconcile` finds the calls
             self._let_go(claim)
         requests = [self._keys.request(self._model, claim.id) for claim in claims]
         return await self._release(requests, _items(claims), is_crash)
@@ -353,7 +353,7 @@ class RedisWorkerQueue(RedisStore):
         """See `WorkerQueue.leave`.
 
         The results of an interrupted `read`, `reclaim` or `reconcile` are unknown here. Redis has run their commands
-        by now, since it runs a worker's commands in order.
+        by now, because it runs a worker's commands in order.
         """
         await self.entries.end_reservations()
         kept = {claim.entry_id for claim in keep}
@@ -367,7 +367,7 @@ class RedisWorkerQueue(RedisStore):
         await self.entries.reap(self._worker_id)
 
     async def _give_back(self, entry_id: bytes, request_id: str) -> None:
-        """Release a call. It counts as a crash if the attempt is another worker's, whose lease had expired."""
+        """Release a call. It counts as a crash if the attempt belongs to another worker, whose lease has expired."""
         request = self._keys.request(self._model, request_id)
         fields = await self._sender.execute("HMGET", request, "state", "attempt", "worker")
         state, attempt, worker = fields
@@ -417,7 +417,7 @@ class ClaimScript:
         self._read_command = ("EVALSHA", CLAIM.sha, 1, keys.queue(model))
 
     def of_one(self, entry_id: bytes, request_id: str) -> tuple[list[str], dict[str, Any]]:
-        """Claim the request of an entry."""
+        """The keys and arguments that claim the request of an entry."""
         keys = [
             self._keys.queue(self._model),
             self._keys.request(self._model, request_id),
@@ -427,10 +427,10 @@ class ClaimScript:
         return keys, {"entry": entry_id.decode(), **nonces, **self._common}
 
     def of_read(self, last_id: bytes, count: int) -> Command:
-        """Claim up to `count` requests of the read that precedes this command. `last_id`: last entry before the read.
+        """The command that claims up to `count` requests of the read before it. `last_id`: last entry before the read.
 
-        The reply is a flat list of entry, request id, length of the claim's reply, and this reply, for each request; or
-        an error if Redis does not have the script.
+        The reply is a flat list with, for each request, its entry, its id, the length of the claim's reply, and this
+        reply. It is an error if Redis does not have the script.
         """
         arguments = named(entry=last_id.decode(), count=count, **self._of_reads)
         return (*self._read_command, *arguments)
@@ -494,7 +494,7 @@ class Publisher:
             "spent": keys.spent,
             "model": model,
         }
-        #: By gateway: since when its mailbox is missing. Units: readings of the monotonic clock.
+        #: By gateway: the time since which its mailbox is missing, by the monotonic clock.
         self._missing_since: dict[str, float] = {}
         self.num_fenced = 0  #: publications refused because another worker owns the request
 
@@ -528,7 +528,7 @@ class Publisher:
     async def find_gone(self, gateways: Iterable[str]) -> set[str]:
         """The gateways that are gone. Raises: RedisError.
 
-        Redis may lose a mailbox, or let it expire while it was frozen; a live gateway creates it again within seconds.
+        Redis can lose a mailbox, or let it expire while Redis is frozen. A live gateway creates it again within seconds.
         """
         names = list(gateways)
         keys = [self._keys.mailbox(self._model, name) for name in names]

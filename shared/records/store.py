@@ -1,4 +1,4 @@
-"""Records of tenants, such as conversations: bounded by number and bytes; the oldest are deleted first."""
+"""Records of tenants, such as conversations. Their number and bytes are limited: the oldest are deleted first."""
 
 import secrets
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_RECORD = load_script(_SCRIPTS / "put_record.lua")
 DELETE_RECORD = load_script(_SCRIPTS / "delete_record.lua")
 
-#: A call whose reply was lost is repeated within that time.
+#: Time within which a call whose reply was lost is repeated.
 _REPLY_S = 60.0
 
 
@@ -24,7 +24,7 @@ class RecordsUnavailable(Exception):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """Bytes, and references to images."""
+    """A stored value: its bytes, and references to its images."""
 
     data: bytes
     images: tuple[ImageRef, ...] = ()
@@ -39,7 +39,7 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 @redis_errors_as(RecordsUnavailable)
 class RecordStore(RedisStore):
-    """Records by owner and name; writes return when a replica has them. All methods raise RecordsUnavailable."""
+    """Records by owner and name. Writes wait until a replica has received them. All methods raise RecordsUnavailable."""
 
     def __init__(
         self, redis: Redis, prefix: str, *, ttl_s: float, max_records: int, max_bytes: int
@@ -52,7 +52,7 @@ class RecordStore(RedisStore):
     async def put(
         self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
-        """Store a record. An existing one is left as it is, unless `anew`: then it is replaced.
+        """Store a record. An existing record is replaced only if `anew`.
 
         Returns the records that were deleted to make room, with their names; None if the record is larger than
         `max_bytes`, and not stored.

@@ -1,8 +1,8 @@
 """Pipelined Redis connections: many commands per write, from many callers.
 
-redis-py spends more CPU on a command than Redis does. Here the commands of a loop iteration are combined into one
-write, up to a size, and hiredis packs and parses. A connection fails after a command's timeout without
-progress, however large the transfer is. Addresses and credentials are those of a redis-py client.
+redis-py spends more CPU on a command than Redis does. This client combines the commands of a loop iteration into one
+write, up to a maximum size, and packs and parses with hiredis. A connection fails if it makes no progress within a
+command's timeout, independent of the transfer's size. Addresses and credentials come from a redis-py client.
 
 redis-py's clients are created with explicit timeouts and without retries: by default they repeat a command whose reply
 was lost, even if the command is not idempotent, and time out before a long blocking read returns.
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def settle(future: asyncio.Future[Any], result: Any) -> None:
-    """Set the result, or raise an exception that is the result; nothing if its caller has cancelled the future."""
+    """Set the result of a future, or its exception if the result is an exception. Ignores a cancelled future."""
     if future.done():
         return
     if isinstance(result, BaseException):
@@ -69,7 +69,7 @@ def load_script(*paths: Path) -> Script:
 
 
 def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
-    """The arguments of one call: named ones in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
+    """The arguments of a script: named arguments in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
     return msgspec.msgpack.encode(arguments), *raw
 
 
@@ -78,12 +78,12 @@ Command = Sequence[Part]
 #: Called with replies in order as they arrive, or once with the reason why there are no more.
 OnReplies = Callable[[Sequence[Any], Exception | None], None]
 
-REMIND_AFTER_S = 60.0  #: of an outage that lasts
+REMIND_AFTER_S = 60.0  #: interval of warnings during an outage
 _PAUSE_S = 1.0
-#: Commands are combined into one write up to this size: more would delay each other, and fail together.
+#: Commands are combined into one write up to this size: commands of a larger write would delay each other, and fail
+#: together.
 MAX_WRITE_BYTES = 256 * 1024
-#: Bytes of a write that the kernel may buffer. Their progress is invisible, so they must pass within the timeout of
-#: a command.
+#: Bytes of a write that the kernel may buffer. Their progress is invisible: they must be sent within a command's timeout.
 MAX_UNSEEN_BYTES = 512 * 1024
 
 _WITH_TTL = load_script(Path(__file__).parent / "scripts" / "with_ttl.lua")
@@ -97,7 +97,7 @@ _ERRORS: dict[str, type[Exception]] = {
 }
 
 
-#: hiredis declares a tuple of one part; any number is accepted.
+#: hiredis declares a tuple of one part, but accepts any number of parts.
 _pack: Callable[[tuple[Part, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment]
 
 
@@ -113,7 +113,7 @@ def _to_error(message: str) -> Exception:
 
 
 class _Wire(asyncio.Protocol):
-    """Replies in the order of the commands; one exchange at a time."""
+    """A connection with one exchange at a time. Replies have the order of the commands."""
 
     def __init__(self) -> None:
         self._parser = hiredis.Reader(replyError=_to_error)
@@ -133,8 +133,8 @@ class _Wire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # Buffer almost nothing, or uvloop delays writes to the end of a loop iteration; with 0, TLS would pause for
-        # nothing.
+        # With a larger buffer, uvloop delays writes to the end of a loop iteration. With 0, TLS would pause without
+        # need.
         self._transport.set_write_buffer_limits(high=1, low=0)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -163,7 +163,7 @@ class _Wire(asyncio.Protocol):
         self.fail(ConnectionError("Redis closed the connection"))
 
     def fail(self, error: Exception) -> None:
-        """Close, and fail the running exchange."""
+        """Close the connection, and fail the running exchange."""
         self._hang_up()
         self._stop_timer()
         self._num_wanted = 0
@@ -200,7 +200,7 @@ class _Wire(asyncio.Protocol):
         self._write()
 
     def _write(self) -> None:
-        """Write as much as the kernel accepts, in pieces: each accepted piece is progress."""
+        """Write as much as the kernel accepts, in chunks: each accepted chunk is progress."""
         assert self._transport is not None
         while self._unwritten and not self._is_paused:
             piece = self._unwritten[:MAX_WRITE_BYTES]
@@ -269,13 +269,13 @@ class RedisLink:
     async def exchange(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands in one write and return the replies; an error reply is returned in its place.
 
-        Raises: ConnectionError, TimeoutError (of redis); the connection is closed then.
+        Raises: ConnectionError, TimeoutError (of redis). Both close the connection.
         """
         wire = await self.connect()
         return await wire.exchange(_pack_all(commands), self.timeout_s)
 
     def start(self, packed: Sequence[bytes], on_replies: OnReplies) -> bool:
-        """Send packed commands without a task; `on_replies` is called with the result. False if not connected."""
+        """Send packed commands without a task; `on_replies` is called with the result. Returns False if not connected."""
         wire = self._wire
         if wire is None or not wire.is_open:
             return False
@@ -289,7 +289,7 @@ class RedisLink:
         return reply
 
     def close(self) -> None:
-        """Close: a running exchange fails, and the next one connects again."""
+        """Close the connection. A running exchange fails, and the next exchange connects again."""
         if self._wire is not None:
             self._wire.fail(ConnectionError("closed"))
 
@@ -350,10 +350,10 @@ class _Call(NamedTuple):
 
 
 class RedisSender:
-    """Combines the commands of many callers: those of one loop iteration, or of one round trip, are one write.
+    """Combines the commands of many callers: all commands of one loop iteration, or of one round trip, are one write.
 
-    If the last command was alone, the next one is sent at once, because it is likely to be alone too. A command
-    whose caller leaves before it is sent is dropped.
+    If the last write was one command, the next command is sent immediately, because it is likely to be alone too. A
+    command is dropped if its caller is cancelled before it is sent.
     """
 
     def __init__(self, redis: Redis) -> None:
@@ -377,19 +377,19 @@ class RedisSender:
         return await future
 
     async def execute_soon(self, *command: Part) -> Any:
-        """One command, in one write with those that other tasks send in this loop iteration. Raises: RedisError."""
+        """Send a command in one write with the commands of other tasks in this loop iteration. Raises: RedisError."""
         self._was_alone = False
         return await self.execute(*command)
 
     async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Part]) -> Any:
-        """Run a script by its digest, or by its text if the server does not know it. Raises: RedisError."""
+        """Run a script by its digest, or by its text if the server does not have it. Raises: RedisError."""
         try:
             return await self.execute("EVALSHA", script.sha, len(keys), *keys, *arguments)
         except NoScriptError:
             return await self.execute("EVAL", script.source, len(keys), *keys, *arguments)
 
     def _send(self) -> None:
-        """Send waiting commands up to the size of a write. Later ones are sent by a later call."""
+        """Send waiting commands up to the size of a write. A later call sends the other commands."""
         packed = self._pack_next()
         if not packed:
             self._is_sending = False
@@ -427,7 +427,7 @@ class RedisSender:
         if failure is not None:
             self._fail(self._sent, failure)
             self._sent.clear()
-            if isinstance(failure, TimeoutError):  # later calls have waited as long
+            if isinstance(failure, TimeoutError):  # calls that have waited as long fail too
                 before = asyncio.get_running_loop().time() - self._link.timeout_s
                 while self._waiting and self._waiting[0].since <= before:
                     settle(self._waiting.popleft().future, failure)
@@ -439,7 +439,7 @@ class RedisSender:
             settle(call.future, error)
 
     async def close(self) -> None:
-        """Close. Running commands are cancelled."""
+        """Close the connection, and cancel the running commands."""
         for call in (*self._sent, *self._waiting):
             call.future.cancel()
         self._waiting.clear()
@@ -449,7 +449,7 @@ class RedisSender:
         self._link.close()
 
 
-#: Timeout of a blocking read on the server; that of its socket is longer.
+#: Timeout of a blocking read on the server. The timeout of the socket is longer.
 BLOCK_S = 2.0
 
 Result = TypeVar("Result")
@@ -461,7 +461,7 @@ TRANSIENT = (ConnectionError, TimeoutError)
 
 
 def create_redis(settings: RedisSettings, *, blocking: bool = False) -> Redis:
-    """A client of the first shard that fails within its timeout, without retries. `blocking`: `BLOCK_S` longer.
+    """Create a client of the first shard, without retries. `blocking`: increase its timeout by `BLOCK_S`.
 
     Raises: SettingsError for an unknown option in the URL.
     """

@@ -25,12 +25,12 @@ _Waiter = tuple[Sequence[Command], asyncio.Future[None]]
 class Confirmer:
     """Confirms writes on a separate connection, because `WAIT` delays later commands.
 
-    Concurrent callers share a `WAIT`. Without replicas, `confirm` returns at once.
+    Concurrent callers share a `WAIT`. Without replicas, `confirm` returns immediately.
     """
 
     def __init__(self, redis: Redis, marker: str) -> None:
         self._link = RedisLink(redis)
-        #: A key to write before each `WAIT`, which waits for writes of its own connection alone.
+        #: A key to write before each `WAIT`, which waits only for writes of its own connection.
         self._marker = marker
         self._waiting: list[_Waiter] = []
         self._task: asyncio.Task[None] | None = None
@@ -39,16 +39,16 @@ class Confirmer:
         self._is_refused = False
 
     async def confirm(self, *proofs: Command) -> None:
-        """Wait for a replica to have the writes. Each proof must reply with a true value.
+        """Wait until a replica has received the writes. Each proof is a command that must return a true value.
 
-        The proofs show that this connection and that of the writes have the same primary. Raises: RedisError.
+        The proofs show that this connection and the connection of the writes have the same primary. Raises: RedisError.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((proofs, future))
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            async with asyncio.timeout(2 * WITHIN_S):  # it may wait for the round before
+            async with asyncio.timeout(2 * WITHIN_S):  # a round may already run
                 await future
         except TimeoutError as error:
             raise exceptions.TimeoutError("no replica has confirmed the write in time") from error

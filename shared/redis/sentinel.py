@@ -15,10 +15,10 @@ from shared.settings.redis_url import SentinelUrl
 if TYPE_CHECKING:
     from shared.redis.client import RedisLink
 
-#: Timeout of one Sentinel; then the next one is asked.
+#: Timeout of one Sentinel, after which the next Sentinel is asked.
 ANSWER_TIMEOUT_S = 0.5
-#: Interval of checks for a new primary. An old one that is still alive accepts writes, which are lost, until the
-#: Sentinels demote it, which takes them at least 8 s.
+#: Interval of checks for a new primary. An old primary that is still alive accepts writes, which are lost, until the
+#: Sentinels demote it after 8 s or more.
 CHECK_EVERY_S = 1.0
 
 
@@ -47,7 +47,7 @@ class SentinelPool(SentinelConnectionPool):
         causes = [reply for reply in replies if isinstance(reply, BaseException)]
         if len(causes) == len(replies):
             raise MasterNotFoundError(f"no Sentinel answers: {causes[0]}") from causes[0]
-        raise MasterNotFoundError(f"the Sentinels know no live primary {self.service_name!r}")
+        raise MasterNotFoundError(f"the Sentinels report no live primary {self.service_name!r}")
 
     async def _watch_primary(self) -> None:
         while True:
@@ -59,7 +59,7 @@ class SentinelPool(SentinelConnectionPool):
                         link.close()
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close the connections; those to the Sentinels too, unless only the primary has changed."""
+        """Close the connections to the primary, and to the Sentinels unless only the primary has changed."""
         await super().disconnect(inuse_connections)
         if inuse_connections:
             if self._watch is not None:
@@ -70,7 +70,7 @@ class SentinelPool(SentinelConnectionPool):
 
 
 def create_sentinel_redis(url: SentinelUrl, options: dict[str, Any]) -> Redis:
-    """A client of the primary; `options` are those of its connections."""
+    """Create a client of the primary. `options`: the options of its connections."""
     options = options | parse_url(url.primary)
     del options["host"]
     of_sentinels = {

@@ -1,4 +1,4 @@
-"""Sessions of applications: a record of each, of its tasks, and of the open tasks among them.
+"""Sessions of applications: the records of sessions, of their tasks, and of their open tasks.
 
 The results of tasks are in the queue's logs of their calls. A session expires if it is not used for its `ttl_s`.
 """
@@ -27,9 +27,9 @@ SETTLE_TASKS = load_script(_SCRIPTS / "settle_tasks.lua")
 Ended = Literal["succeed", "failed", "cancelled"]
 ENDED: tuple[Ended, ...] = ("succeed", "failed", "cancelled")
 _INDEX_TTL_S = 7 * 24 * 3600.0
-_TO_COME = "+"  #: prefix of the id of a session that is counted and not created yet
+_TO_COME = "+"  #: prefix of the id of a session that is reserved, but not created yet
 _COMES_WITHIN_S = 60.0
-_MAX_SETTLED = 500  #: tasks of one script; Redis answers other clients before the next
+_MAX_SETTLED = 500  #: tasks per script; Redis serves other clients between two scripts
 
 
 class Session(msgspec.Struct, frozen=True):
@@ -39,8 +39,8 @@ class Session(msgspec.Struct, frozen=True):
     owner: str  #: hash of the API key
     application: str
     created_at: float
-    idle_s: float  #: it expires without a new task for this long; results are kept as long
-    timeout_s: float  #: of each task, its wait included
+    idle_s: float  #: time without a new task until it expires; results are kept as long
+    timeout_s: float  #: time limit of each task, including its wait
     priority: Priority = Priority.INTERACTIVE
     common: BlobRef | None = None
     #: Instances of the application, added up over its open sessions; 0: as deployed.
@@ -192,7 +192,7 @@ class SessionStore(RedisStore):
     async def add(
         self, session: Session, task: TaskRecord, max_tasks: int
     ) -> tuple[TaskRecord, str]:
-        """Record a task before it is queued. Returns it and `new`, or the existing task of its id and its state.
+        """Record a task before it is queued. Returns the task and `new`, or the known task with this id and its state.
 
         Raises: TaskRefused.
         """
@@ -217,7 +217,7 @@ class SessionStore(RedisStore):
         await self._confirm(("HEXISTS", self._keys.session_tasks(session_id), task.id))
 
     async def settle(self, session_id: str, states: Mapping[str, str]) -> None:
-        """Record how tasks ended; `forgotten`: the task was not queued."""
+        """Record the outcomes of tasks by id; `forgotten`: the task was not queued."""
         pairs, keys = list(states.items()), self._task_keys(session_id)
         for first in range(0, len(pairs), _MAX_SETTLED):
             await self._run(SETTLE_TASKS, keys, states=dict(pairs[first : first + _MAX_SETTLED]))
@@ -228,7 +228,7 @@ class SessionStore(RedisStore):
         return None if found is None else _read(found)
 
     async def tasks(self, session_id: str) -> list[TaskRecord]:
-        """All tasks, in no order."""
+        """All tasks of a session, unordered."""
         found = await self._ask("HVALS", self._keys.session_tasks(session_id))
         return [_read(each)[0] for each in found]
 

@@ -1,4 +1,4 @@
-"""The one table of limits: every quantity that a client controls.
+"""The table of all limits, one for each quantity that a client controls.
 
 Operators can change the fields of `LimitSettings`, but not its constants. The gateway enforces both, and the worker
 checks them again. The constants of the module come from OpenAI's API and are part of the request types. All limits
@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 
 
 class Group(BaseModel):
-    """Base of the sub-trees: frozen, no unknown keys. A docstring below a field is for the table of settings."""
+    """Base of the sub-trees: frozen, no unknown keys. A docstring below a field describes it in the table of settings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -30,7 +30,7 @@ MAX_FORMAT_NAME_CHARS = 64  #: `response_format.json_schema.name`
 MAX_FORMAT_DESCRIPTION_CHARS = 4096
 MAX_RESPONSE_ID_CHARS = 64  #: `previous_response_id`
 MAX_STORE_NAME_CHARS = 256
-MAX_BATCH_FILES = 10_000  #: of one key, outputs of batches included
+MAX_BATCH_FILES = 10_000  #: of one key, including outputs of batches
 MAX_ITEM_ID_CHARS = 256
 MAX_FILENAME_CHARS = 256
 MAX_IMAGE_URL_CHARS = 2048  #: of a remote image
@@ -38,10 +38,10 @@ MAX_FILTER_VALUES = 128  #: of `in` and `nin`
 MAX_SEARCH_RESULTS = 50
 MAX_PAGE = 100  #: entries of a list
 MAX_BATCH_STORE_FILES = 500  #: files that one request attaches to a vector store
-MAX_VARIABLES = 100  #: of an application, its secrets among them
+MAX_VARIABLES = 100  #: of an application, including its secrets
 MAX_VARIABLES_BYTES = 32 * 1024  #: names and values of its variables, without secrets
 MAX_SECRET_BYTES = 64 * 1024  #: of one secret
-#: Names and values of all of them: a kernel accepts a quarter of the stack's limit, usually 2 MiB.
+#: Names and values of all variables and secrets. A kernel accepts a quarter of the stack's limit, usually 2 MiB.
 MAX_ENVIRONMENT_BYTES = 512 * 1024
 
 _COMMAS_BESIDE_TEXTS = 20_000
@@ -49,11 +49,11 @@ _MAX_FRAME_PIXELS = 4096 * 2304  #: the largest frame that fits a video decoder'
 
 
 class LimitSettings(Group):
-    """Every quantity that a client controls. Enforced by the gateway, checked again by the worker."""
+    """Limits of each quantity that a client controls. The gateway enforces them, and the worker checks them again."""
 
     max_header_bytes: ClassVar[int] = 32 * 1024  #: the request line and all headers
     max_headers: ClassVar[int] = 100
-    min_body_rate: ClassVar[int] = 16 * 1024  #: bytes a second of a request body
+    min_body_rate: ClassVar[int] = 16 * 1024  #: bytes per second of a request body
     max_slow_uploads: ClassVar[int] = 4  #: of one key: package files with a slow upload
     max_json_depth: ClassVar[int] = 100  #: nesting of a field of arbitrary JSON
     max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
@@ -84,7 +84,7 @@ class LimitSettings(Group):
     max_input_tokens: ClassVar[int] = 300_000  #: of all inputs of a request together
     max_input_chars: ClassVar[int] = 2_000_000  #: characters of all inputs together
     max_input_images: ClassVar[int] = 64  #: images among the inputs
-    #: Commas in a body with inputs: those between token ids, and as many as usual texts have.
+    #: Commas in a body with inputs: commas between token ids, and the commas of usual texts.
     max_input_commas: ClassVar[int] = max_input_tokens + _COMMAS_BESIDE_TEXTS
     max_search_queries: ClassVar[int] = 16  #: queries of one search
     max_filters: ClassVar[int] = 64  #: comparisons, `and` and `or` of one filter
@@ -100,7 +100,7 @@ class LimitSettings(Group):
     max_body_bytes: int = Field(default=32 * MIB, ge=1024)
     """Bytes of a request body."""
     max_open_body_bytes: int = Field(default=512 * MIB, ge=1024)
-    """Bytes of all request bodies that one gateway reads at once; more requests get a 503."""
+    """Bytes of all request bodies that one gateway reads at the same time. Beyond it, requests get a 503."""
     max_messages: int = Field(default=256, ge=1)
     """Messages of a conversation."""
     max_text_chars: int = Field(default=200_000, ge=1)
@@ -118,7 +118,7 @@ class LimitSettings(Group):
     max_video_s: float = Field(default=3600.0, gt=0)
     """Seconds of one video."""
     max_video_frames: int = Field(default=256, ge=1)
-    """Frames of a video that a model sees."""
+    """Frames of a video that a model processes."""
     max_video_cpu_s: float = Field(default=30.0, gt=0)
     """Seconds of CPU time for decoding one video or audio file."""
     max_audios: int = Field(default=4, ge=0)
@@ -126,30 +126,30 @@ class LimitSettings(Group):
     max_audio_bytes: int = Field(default=25 * MIB, ge=1)
     """Bytes of one audio file."""
     max_audio_s: float = Field(default=1800.0, gt=0)
-    """Seconds of one audio file; a model may take less."""
+    """Seconds of one audio file; a model can have a lower limit."""
     max_grammar_bytes: int = Field(default=0, ge=0)
-    """Bytes of a grammar in Lark's language; 0: such grammars are refused."""
+    """Bytes of a grammar in Lark's language; 0: these grammars are refused."""
     max_output_tokens: int = Field(default=32_768, ge=1)
     """Output tokens of one answer."""
     max_queue_depth: int = Field(default=1024, ge=1)
     """Requests that wait in a model's queue."""
     max_batch_queue_depth: int = Field(default=1024, ge=1)
-    """Batch requests that wait in addition."""
+    """Batch requests that wait in a model's backlog, in addition to its queue."""
     max_open_requests: int = Field(default=4096, ge=1)
-    """Requests that one gateway keeps open."""
+    """Open requests of one gateway."""
     max_open_tokens: int = Field(default=16_000_000, ge=0)
-    """Tokens of all open requests to a model, half of them for batch requests. API keys share them. 0: no limit."""
+    """Tokens of all open requests to a model. Batch requests can use half of them. API keys share them. 0: no limit."""
     max_key_open_requests: int = Field(default=0, ge=0)
-    """Open answers of a model for one API key; 0: no limit."""
+    """Concurrent answers of a model for one API key; 0: no limit."""
     max_key_requests_per_minute: int = Field(default=0, ge=0)
     """Requests per minute of one API key to a model; 0: no limit."""
     max_key_tokens_per_minute: int = Field(default=0, ge=0)
     """Tokens per minute of one API key for a model; 0: no limit."""
 
     max_key_responses: int = Field(default=1000, ge=1)
-    """Answers of `/v1/responses` and images that are kept for one API key."""
+    """Answers of `/v1/responses` and images that are stored for one API key."""
     max_key_response_bytes: int = Field(default=256 * MIB, ge=1)
-    """Bytes of these answers with their conversations and images; the oldest are deleted."""
+    """Bytes of the stored answers and images of one API key, with conversations. The oldest are deleted."""
 
     max_loras: int = Field(default=32, ge=0)
     """LoRA adapters that a worker loads."""
@@ -168,7 +168,7 @@ class LimitSettings(Group):
     max_key_batch_bytes: int = Field(default=4096 * MIB, ge=1)
     """Bytes of the batch files of one API key."""
     max_files: int = Field(default=1000, ge=0)
-    """Files of one API key, without those of batches."""
+    """Files of one API key, without the files of batches."""
     max_file_bytes: int = Field(default=2 * MIB, ge=1)
     """Bytes of one file."""
     max_key_search_bytes: int = Field(default=4096 * MIB, ge=1)

@@ -1,4 +1,4 @@
-"""Loads settings from their sources, once in `main`, passes them to child processes as variables, and lists them.
+"""Loads the settings once in `main`, passes them to child processes as environment variables, and lists them.
 
 Called by the command line and by code that starts processes.
 """
@@ -24,14 +24,14 @@ ENGINE_PREFIX = f"{PREFIX}ENGINE__"
 
 
 def load_settings(typed: Mapping[str, str] = {}, **overrides: dict[str, Any]) -> Settings:
-    """Read all sources. `overrides` are sub-trees by name, as in `gateway={"port": 0}`.
+    """Read all sources. `overrides` are sub-trees by name, such as `gateway={"port": 0}`.
 
-    `typed`: the command-line option that set a field, for error messages, as in `{"gateway.port": "--port"}`.
+    `typed`: the command-line option that set a field, for error messages, such as `{"gateway.port": "--port"}`.
     Raises: SettingsError, naming every bad or unknown field.
     """
     path = os.environ.get(CONFIG_VARIABLE)
     if path and not Path(path).is_file():
-        raise SettingsError(f"{CONFIG_VARIABLE}: there is no file {path!r}")
+        raise SettingsError(f"{CONFIG_VARIABLE}: the file {path!r} does not exist")
     fields = (PREFIX + name.upper() for name in Settings.model_fields)
     known = {CONFIG_VARIABLE, KEY_VARIABLE, URL_VARIABLE, *fields}
     given = (name for name in os.environ if name.upper().startswith(PREFIX))
@@ -110,7 +110,7 @@ def _to_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A setting in the table of all settings. `default`: as in the environment."""
+    """A setting in the table of all settings. `default`: as written in the environment."""
 
     variable: str
     default: str
@@ -118,7 +118,7 @@ class Row:
 
 
 def rows(engines: Iterable[type[BaseModel]]) -> list[Row]:
-    """All settings in the order of the tree; the first engine describes those that several engines have."""
+    """All settings in the order of the tree. The first engine describes a setting that several engines have."""
     found: dict[str, Row] = {}
     for row in _rows(Settings, PREFIX):
         found[row.variable] = row
@@ -134,7 +134,7 @@ def _rows(group: type[BaseModel], prefix: str) -> Iterator[Row]:
         variable = prefix + name.upper()
         if isinstance(field.default, BaseModel):
             yield from _rows(type(field.default), variable + "__")
-        elif field.json_schema_extra != {"is_listed": False}:  # those are for tests and nodes
+        elif field.json_schema_extra != {"is_listed": False}:  # unlisted: for tests and nodes
             default = "" if field.default in (None, (), "", {}) else str(field.default)
             yield Row(variable, default, meanings.get(name) or field.description or "")
 
@@ -154,7 +154,7 @@ def _attribute_docstrings(group: type[BaseModel]) -> dict[str, str]:
 
 
 def show(engines: Iterable[type[BaseModel]]) -> None:
-    from rich.console import Console  # noqa: PLC0415 (most starts need it not)
+    from rich.console import Console  # noqa: PLC0415 (rarely needed)
     from rich.table import Table  # noqa: PLC0415
 
     table = Table("variable", "default", "meaning")

@@ -1,4 +1,4 @@
-"""URLs of Redis: one server, the primary that Sentinels name, or several of these as shards."""
+"""URLs of Redis: one server, the primary of a Sentinel group, or several of these as shards."""
 
 import re
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def split_shards(url: str) -> dict[str, str]:
         return {"": url}
     shards = dict(zip(parts[::2], parts[1::2], strict=True))
     if before or len(shards) < len(parts) // 2:
-        raise ValueError("text before the first shard, or a name twice")
+        raise ValueError("text before the first shard, or a name that two shards share")
     return shards
 
 

@@ -1,6 +1,6 @@
 """Every setting of every process, in one frozen tree.
 
-Built once in `main` and handed down by sub-tree; nothing reads the environment after that. Precedence:
+Built once in `main` and passed on by sub-tree; nothing reads the environment afterwards. Precedence:
 command line > environment (`VLM_GATEWAY__PORT=8080`) > `.env` > file named by `VLM_CONFIG` > defaults. A bad
 value or an unknown key stops the process and names the field.
 """
@@ -72,7 +72,7 @@ Secrets = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_item
 
 
 def _check(is_valid: Callable[[Any], bool], problem: str) -> AfterValidator:
-    """Refuse values that are not valid. `problem` says what to write instead."""
+    """Refuse invalid values. `problem`: the error message, with what to write instead."""
 
     def check(value: Any) -> Any:
         if not is_valid(value):
@@ -83,7 +83,7 @@ def _check(is_valid: Callable[[Any], bool], problem: str) -> AfterValidator:
 
 
 def _are_names(models: Mapping[str, str]) -> bool:
-    """Whether models may have these names, which appear in headers and logs."""
+    """True if models can have these names, which appear in headers and logs."""
     return all(name.strip() and name.isprintable() for pair in models.items() for name in pair)
 
 
@@ -116,22 +116,22 @@ class OidcSettings(Group):
     """Callers with tokens of an OpenID Connect issuer."""
 
     issuer: str = ""
-    """https:// URL of the issuer, equal to `iss` in its tokens (JWT), which are accepted as API keys; empty: no
+    """https:// URL of the issuer, equal to `iss` in its tokens (JWT). Tokens are accepted as API keys. Empty: no
     tokens are accepted."""
     audience: str = ""
     """Audience (`aud`) that tokens must have."""
     jwks_url: str = ""
     """URL of the issuer's public keys; empty: found by OpenID discovery."""
     name_claim: str = "sub"
-    """Claim that names a caller in `vlm audit`."""
+    """Claim with the caller's name in `vlm audit`."""
     key_claim: str = "vlm_key"
-    """Claim that names the stored key whose roles, models and limits a caller has."""
+    """Claim with the name of the stored key. Its roles, models and limits apply to the caller."""
     default_key: str = ""
     """Stored key for tokens without the key claim; empty: these tokens are refused."""
 
 
 class Prices(Group):
-    """Prices of a model. Units: dollars for a million tokens, and for an image."""
+    """Prices of a model. Units: dollars per million tokens, and per image."""
 
     input: float = Field(default=0.0, ge=0, le=1e5)
     cached_input: float | None = Field(default=None, ge=0, le=1e5)
@@ -145,33 +145,33 @@ class Prices(Group):
 
 
 class GatewaySettings(Group):
-    header_timeout_s: ClassVar[float] = 10.0  #: to receive a request's headers
-    #: to wait for the first event before a stream's headers are sent
+    header_timeout_s: ClassVar[float] = 10.0  #: limit to receive a request's headers
+    #: limit to wait for the first event before a stream's headers are sent
     headers_after_s: ClassVar[float] = 15.0
     keep_alive_s: ClassVar[float] = 10.0  #: between the SSE comments of a waiting stream
-    #: until a stream is cancelled whose client does not read
+    #: time after which a stream is cancelled if its client does not read
     send_timeout_s: ClassVar[float] = 30.0
-    #: without events, until a request's state is read from Redis
+    #: time without events, after which a request's state is read from Redis
     silence_timeout_s: ClassVar[float] = 30.0
-    image_fetch_timeout_s: ClassVar[float] = 10.0  #: to fetch one image, redirects included
-    #: For one request of a batch.
+    image_fetch_timeout_s: ClassVar[float] = 10.0  #: limit to fetch one image, with redirects
+    #: Time limit of one request of a batch.
     batch_line_timeout_s: ClassVar[float] = 3600.0
     file_ttl_s: ClassVar[float] = 30 * 86400.0  #: of batches and their files
 
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0: any free port."""
     api_keys: Secrets = ()
-    """Accepted API keys, comma separated. Empty: no authentication, which only a loopback address allows."""
+    """Accepted API keys, comma separated. Empty: no authentication, which requires a loopback address."""
 
     admin_keys: Secrets = ()
-    """API keys that may also load and unload adapters, comma separated. Empty: none. If this is set, only
-    these keys may read /metrics."""
+    """API keys that can also load and unload adapters, comma separated. Empty: none. If there are any, only these
+    keys can read /metrics."""
     deploy_keys: Secrets = ()
-    """API keys that may also deploy, comma separated. Empty: none."""
+    """API keys that can also deploy, comma separated. Empty: none."""
     root_key: Annotated[SecretStr | None, BeforeValidator(lambda key: key or None)] = None
-    """The key that manages API keys (`vlm keys`). Empty: the API keys in the settings are the only ones."""
+    """The key that manages API keys (`vlm keys`). Empty: the API keys in the settings are the only API keys."""
     oidc: OidcSettings = OidcSettings()
     allow_open: bool = False
     """Serve without API keys on addresses other than loopback."""
@@ -183,7 +183,7 @@ class GatewaySettings(Group):
             "name hosts without a port, such as `models.lan`",
         ),
     ] = ()
-    """Without API keys: names by which clients may call the gateway, comma separated, such as `models.lan`.
+    """Host names that clients of a gateway without API keys can use, comma separated, such as `models.lan`.
     `localhost` and IP addresses are always allowed."""
     trusted_proxies: Annotated[
         Names,
@@ -198,13 +198,13 @@ class GatewaySettings(Group):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest pause between two parts of a request's body. Bodies slower than 16 KiB/s are also refused."""
     response_ttl_s: float = Field(default=3600.0, ge=0, le=2_592_000)
-    """How long answers of `/v1/responses` are kept for `previous_response_id`, and images for their file ids;
-    0: not at all."""
+    """Time for which answers of `/v1/responses` are stored for `previous_response_id`, and images for their file
+    ids; 0: they are not stored."""
     home_grace_s: float = Field(default=0.25, ge=0, le=10)
-    """Longest time that requests with images or long prompts wait for the worker that has them in its caches;
+    """Maximum time that requests with images or long prompts wait for the worker that has these in its caches;
     0: they do not wait."""
     files: str = ""
-    """Where batches and their files are stored: file:///DIRECTORY that all gateways share, or s3://, gs:// or
+    """Storage of batches and their files: file:///DIRECTORY that all gateways share, or s3://, gs:// or
     az:// BUCKET/PREFIX; empty: batches are disabled, except in `vlm serve`, which uses its data directory."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time to finish open requests after SIGTERM."""
@@ -227,21 +227,21 @@ class GatewaySettings(Group):
     ] = Field(default={})
     """Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`."""
     model_defaults: Json[ModelDefaults] = Field(default={})
-    """Sampling fields that requests to a model may leave out, as JSON, such as `{"qwen2.5-vl":
+    """Defaults of sampling fields by model, as JSON, such as `{"qwen2.5-vl":
     {"temperature": 0.2, "max_tokens": 512}}`. They override the checkpoint's defaults."""
     prices: Json[Prices] = Field(default={})
-    """Dollars for a million tokens, and for an image, by patterns of model names, as JSON, such as
+    """Dollars per million tokens, and per image, by patterns of model names, as JSON, such as
     `{"qwen*": {"input": 0.3, "cached_input": 0.1, "output": 1.2, "image": 0.001}}`. The first match
-    counts."""
+    applies."""
     fallbacks: Annotated[
         Json[str],
         _check(
             lambda names: _are_names(names) and all(n != other for n, other in names.items()),
-            "name for each model another one, and leave no name empty",
+            "name for each model another model, and leave no name empty",
         ),
     ] = Field(default={})
-    """Models that answer while another one's queue is full or it has no worker, as JSON, such as
-    `{"qwen2.5-vl": "smolvlm2"}`. Empty: none."""
+    """For each model, another model that answers while the queue is full or no worker serves the model, as JSON,
+    such as `{"qwen2.5-vl": "smolvlm2"}`. Empty: none."""
     hooks: Names = ()
     """Hooks: code that reads or changes prompts and answers, comma separated: `module:object`, or names of entry
     points of installed packages. They run in this order."""
@@ -258,16 +258,16 @@ class GatewaySettings(Group):
             "name origins, such as `https://app.example.com` or `http://localhost:3000`, or `*`",
         ),
     ] = ()
-    """Origins whose web pages may call the APIs, comma separated, such as `https://app.example.com`, or `*`.
+    """Origins whose web pages can call the APIs, comma separated, such as `https://app.example.com`, or `*`.
     Empty: only the gateway's own pages."""
 
 
 class WorkerSettings(Group):
     """The worker around an engine."""
 
-    #: workers that a request may kill before it fails
+    #: workers that a request can crash before it fails
     max_attempts: ClassVar[int] = 3
-    batch_age_s: ClassVar[float] = 60.0  #: until batch requests may queue among interactive ones
+    batch_age_s: ClassVar[float] = 60.0  #: age at which batch requests join the interactive queue
     decode_timeout_s: ClassVar[float] = 2.0  #: CPU time for decoding an image
 
     id: str = ""
@@ -275,23 +275,23 @@ class WorkerSettings(Group):
     health_host: str = "127.0.0.1"
     """Address of the health and metrics server, or the path of a unix socket."""
     health_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the health and metrics server; 0 takes a free one."""
+    """Port of the health and metrics server; 0: any free port."""
     lease_s: float = Field(default=10.0, gt=0.5)
-    """A request goes to another worker if its worker does not renew its lease for this time."""
+    """Another worker takes over a request if its worker does not renew the lease for this time."""
     drain_s: float = Field(default=30.0, ge=0)
     """Time to finish running requests after SIGTERM."""
     watchdog_s: float = Field(default=60.0, gt=0)
-    """Time limit of a step, after which the process ends."""
+    """Time limit of an engine step, after which the process ends."""
     preprocess_threads: int = Field(default=2, ge=1, le=64)
     """Threads that decode and resize images."""
     decode_processes: int = Field(default=2, ge=0, le=64)
-    """Sandboxed processes for images, and the same number for videos and audio; 0: threads decode images, and one
-    process decodes videos and audio."""
+    """Sandboxed processes that decode images, and as many that decode videos and audio; 0: threads decode images,
+    and one process decodes videos and audio."""
 
     lora: Names = ()
     """LoRA adapters to load at startup, comma separated: `name=directory` or `name=org/repo[@revision]`."""
     lora_dir: str = ""
-    """Directory of the adapters that may be loaded at run time; empty: none."""
+    """Directory of the adapters that can be loaded at run time; empty: none."""
     package: str = ""
     """Package that the worker was deployed from, `name@sha256:...`; set by the node."""
 
@@ -306,7 +306,7 @@ class WorkerSettings(Group):
                 "write NAME=PATH; a name is 1 to 64 letters, digits, dots, dashes and underscores"
             )
         if len(set(names)) < len(names):
-            raise ValueError("two adapters have the same name")
+            raise ValueError("two adapters have the same name; rename one")
         return values
 
     @property
@@ -316,14 +316,14 @@ class WorkerSettings(Group):
 
     @cached_property
     def heartbeat_s(self) -> float:
-        """Seconds between heartbeats: a lease survives some late ones."""
+        """Seconds between heartbeats. A lease survives several late heartbeats."""
         return self.lease_s / 10
 
 
 class EngineValues(BaseModel):
     """The engine of a worker: its kind, and settings of that kind.
 
-    They are kept unvalidated in `model_extra`; the engine validates them.
+    The settings are stored in `model_extra`; the engine validates them.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -345,7 +345,7 @@ class RedisSettings(Group):
     key_prefix: str = Field(default="vlm", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     """Prefix of all keys in Redis."""
     max_memory_bytes: int = Field(default=1024 * MIB, ge=16 * MIB)
-    """Memory of the Redis that `vlm serve` starts. When it is full, requests with images are refused."""
+    """Memory of the Redis that `vlm serve` starts. When the memory is full, requests with images are refused."""
 
     @property
     def has_password(self) -> bool:
@@ -353,7 +353,7 @@ class RedisSettings(Group):
 
     @property
     def shards(self) -> dict[str, "RedisSettings"]:
-        """The settings of each shard by name, in order; '' is the name of a single one."""
+        """The settings of each shard by name, in order. The name of a single server is ''."""
         urls = split_shards(self.url)
         return {name: self.model_copy(update={"url": url}) for name, url in urls.items()}
 
@@ -373,8 +373,8 @@ class BlobSettings(Group):
     """Storage of images while requests need them."""
 
     store: str = Field(default="", pattern=r"^((file|s3|gs|az)://.+)?$")
-    """Where media above 256 KiB are stored: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that
-    gateways and workers share; empty: in Redis."""
+    """Storage of media above 256 KiB: s3://, gs:// or az:// BUCKET/PREFIX, or file:///DIRECTORY that gateways
+    and workers share; empty: Redis."""
 
 
 class SearchSettings(Group):
@@ -387,7 +387,7 @@ class SearchSettings(Group):
     data_dir: str = ""
     """Directory of the search process; empty: below XDG_STATE_HOME."""
     index: str = ""
-    """Where vectors are stored: lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: Lance in the data
+    """Storage of vectors: lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: Lance in the data
     directory."""
     collections: Names = ()
     """Directories of `vlm embed`, comma separated: read-only stores for every key."""
@@ -399,14 +399,14 @@ class DeploySettings(Group):
     """Deployments: the package store, and the limits of instances."""
 
     store: str = ""
-    """Where packages and deployments are stored: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX;
+    """Storage of packages and deployments: file:///DIRECTORY, or s3://, gs:// or az:// BUCKET/PREFIX;
     empty: no deployments."""
     node_id: str = Field(default="", pattern="^[A-Za-z0-9._-]*$")
     """Name of the node; empty: host, process id and a random part."""
     cache_dir: str = ""
-    """Where a node keeps packages; empty: below XDG_CACHE_HOME."""
+    """Directory in which a node caches packages; empty: below XDG_CACHE_HOME."""
     max_cache_bytes: int = Field(default=100_000_000_000, ge=0)
-    """Size of the cached packages; beyond it, unused ones are deleted, the least recently used first. 0: no limit."""
+    """Bytes of all cached packages. Beyond it, unused packages are deleted, oldest use first. 0: no limit."""
     cpu: float = Field(default=0.0, ge=0)
     """Processors for the instances of a node; 0: all of the machine."""
     memory_bytes: int = Field(default=0, ge=0)
@@ -416,7 +416,7 @@ class DeploySettings(Group):
     package: str = ""
     """Package that `vlm worker` fetches from the store and serves, `name@sha256:...`; empty: none."""
     environment: str = ""
-    """Variables and names of secrets of this package, as JSON."""
+    """Variables and names of secrets of the package that `vlm worker` serves, as JSON."""
     allowed_signers: str = ""
     """File of SSH public keys in OpenSSH's `allowed_signers` format; a package must be signed by one of them.
     Empty: no signature is required."""
@@ -432,9 +432,9 @@ class NodeSettings(Group):
     metrics_host: str = "127.0.0.1"
     """Address where `vlm node` serves its workers' metrics."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of these metrics; 0 takes a free one."""
+    """Port of the node's metrics; 0: any free port."""
     worker_redis_url: RedisUrl = ""
-    """Redis URL of the node's workers; required if the node's own URL holds a password."""
+    """Redis URL of the node's workers; required if the node's own URL has a password."""
     isolation: Literal["auto", "require", "none"] = "auto"
     """Run applications in bubblewrap: `auto` if it is installed, `require` always (a node without it does not
     start), `none` never."""
@@ -495,7 +495,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments, then environment, then `.env`, then the file named by `VLM_CONFIG`."""
+        """The sources by precedence: arguments, environment, `.env`, and the file named by `VLM_CONFIG`."""
         assert isinstance(dotenv_settings, DotEnvSettingsSource)
         dotenv_settings.env_vars = {  # the file may be shared with other programs, such as compose
             name: value
@@ -524,5 +524,5 @@ def _read_file(path: str) -> dict[str, Any]:
             return {}
         if isinstance(values, dict) and all(isinstance(name, str) for name in values):
             return values
-        fault = "the file must contain groups of settings by name, as in `gateway: {port: 8080}`"
+        fault = "the file must contain groups of settings by name, such as `gateway: {port: 8080}`"
     raise SettingsError(f"{CONFIG_VARIABLE}: {path}: {fault}")

@@ -42,12 +42,12 @@ STAGES = (
     "relay",
 )
 
-#: One millisecond to five minutes, about 1-2.5-5 per decade.
+#: Buckets from one millisecond to five minutes, about 1-2-5 per decade.
 LATENCY_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0,
 )  # fmt: skip
 
-#: Between tokens: finer, from a tenth of a millisecond.
+#: Finer buckets for the time between tokens, from a tenth of a millisecond.
 TOKEN_BUCKETS = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 )  # fmt: skip
@@ -72,22 +72,22 @@ class Metric:
 
 GATEWAY_METRICS = (
     Metric("vlm_requests_total", "counter",
-           "Requests by how they ended: ok, followed (a repeated request that got the answer of the first one, where "
-           "tokens and times are counted), cancelled, rejected, or an error's code.",
+           "Requests by outcome: ok, followed (a repeated request that got the answer of the first request, which counts "
+           "the tokens and times), cancelled, rejected, or the code of an error.",
            ("model", "outcome")),
     Metric("vlm_http_requests_total", "counter",
-           "HTTP requests by their route's template, without probes and /metrics. Status 499: the client disconnected.",
+           "HTTP requests by route template, without probes and /metrics. Status 499: the client disconnected.",
            ("method", "route", "status")),
     Metric("vlm_request_stage_seconds", "histogram",
            "Time that finished requests spent in each stage.", ("stage", "model"), LATENCY_BUCKETS),
     Metric("vlm_queue_wait_seconds", "histogram",
-           "The stage `queue` by priority: interactive or batch.", ("priority", "model"), LATENCY_BUCKETS),
+           "Time in the stage `queue` by priority: interactive or batch.", ("priority", "model"), LATENCY_BUCKETS),
     Metric("vlm_request_duration_seconds", "histogram",
-           "E2E: received until the last byte of the answer.", ("model",), LATENCY_BUCKETS),
+           "E2E: time from a request's arrival to the last byte of its answer.", ("model",), LATENCY_BUCKETS),
     Metric("vlm_time_to_first_token_seconds", "histogram",
-           "TTFT: received until the first text.", ("model",), LATENCY_BUCKETS),
+           "TTFT: time from a request's arrival to its first text.", ("model",), LATENCY_BUCKETS),
     Metric("vlm_time_per_output_token_seconds", "histogram",
-           "TPOT: mean time per output token after the first, one value a request.", ("model",),
+           "TPOT: mean time per output token after the first, one value per request.", ("model",),
            TOKEN_BUCKETS),
     Metric("vlm_inter_token_latency_seconds", "histogram",
            "ITL: time between consecutive tokens.", ("model",), TOKEN_BUCKETS),
@@ -99,13 +99,13 @@ GATEWAY_METRICS = (
            "Prompt tokens that were found in a prefix cache.", ("model",)),
     Metric("vlm_generation_tokens_total", "counter", "Output tokens.", ("model",)),
     Metric("vlm_key_tokens_total", "counter",
-           "Tokens of complete answers by the name of a stored key, the first 1,000 of them; the others are `other`. `type`: "
+           "Tokens of complete answers by the name of a stored key; all keys after the first 1,000 are `other`. `type`: "
            "input, output.", ("key", "type")),
     Metric("vlm_queue_depth", "gauge", "Requests in a model's queue, including running ones.", ("model",)),
     Metric("vlm_queue_age_seconds", "gauge",
            "Waiting time of the oldest request that no worker has claimed; 0 if none waits.", ("model",)),
     Metric("vlm_batch_backlog", "gauge", "Batch requests that no worker has claimed.", ("model",)),
-    Metric("vlm_open_requests", "gauge", "Requests that this gateway keeps open."),
+    Metric("vlm_open_requests", "gauge", "Open requests of this gateway."),
     Metric("vlm_ready_workers", "gauge", "Workers that accept requests. The same at every gateway.", ("model",)),
     Metric("vlm_admission_rejections_total", "counter",
            "Requests refused before they were queued.", ("reason",)),
@@ -115,25 +115,25 @@ GATEWAY_METRICS = (
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
     Metric("vlm_images_total", "counter", "Images, videos and audio in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
-           "Requests with prefix affinity: reserved for the preferred worker (home), and of these, returned to the queue "
-           "after the grace time (shared); or queued for any worker, because no worker is preferred (new), the preferred "
-           "one has more than its share (busy) or is gone (gone).", ("outcome",)),
+           "Requests with prefix affinity: reserved for the preferred worker (home), and of these, moved to the queue "
+           "after the grace time (shared); or queued for any worker, because no worker is preferred (new), or the "
+           "preferred worker has more than its share (busy) or is gone (gone).", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events of workers for requests that had ended or were superseded."),
     Metric("vlm_redis_up", "gauge",
-           "Whether Redis answers this gateway. `shard` is empty where there is one Redis.", ("shard",)),
+           "1 if Redis answers this gateway, else 0. `shard` is empty with a single Redis.", ("shard",)),
     Metric("vlm_redis_memory_bytes", "gauge", "Memory that Redis uses.", ("shard",)),
     Metric("vlm_redis_max_memory_bytes", "gauge", "The `maxmemory` of Redis; 0: no limit.", ("shard",)),
     Metric("vlm_redis_replicas", "gauge", "Connected replicas of Redis.", ("shard",)),
     Metric("vlm_redis_saves", "gauge",
-           "Whether the last write and rewrite of the append-only file of Redis succeeded.", ("shard",)),
+           "1 if the last write and rewrite of Redis's append-only file succeeded, else 0.", ("shard",)),
     Metric("vlm_deployment_generation", "gauge",
            "The latest generation of a deployment. The same at every gateway.", ("application",)),
     Metric("vlm_deployment_instances", "gauge",
            "Instances by version (active, candidate, retiring) and state (wanted, starting, ready, draining).",
            ("application", "version", "digest", "state")),
     Metric("vlm_deployment_desired_instances", "gauge",
-           "Instances that the active version should have.", ("application",)),
+           "Desired number of instances of the active version.", ("application",)),
     Metric("vlm_deployment_canary_ratio", "gauge",
            "Fraction of requests that go to the candidate.", ("application",)),
     Metric("vlm_deployment_start_seconds", "gauge",
@@ -168,7 +168,7 @@ WORKER_METRICS = (
     Metric("vlm_engine_steps_total", "counter", "Forward passes."),
     Metric("vlm_memory_bytes", "gauge", "Memory by use.", ("use",)),
     Metric("vlm_startup_seconds", "gauge", "Time of each phase of the worker's start.", ("phase",)),
-    Metric("vlm_claims_total", "counter", "Requests claimed: new, reclaimed or reconciled.", ("kind",)),
+    Metric("vlm_claims_total", "counter", "Claimed requests by kind: new, reclaimed or reconciled.", ("kind",)),
     Metric("vlm_fenced_total", "counter", "Events refused because another worker owns the request."),
 )  # fmt: skip
 
@@ -189,7 +189,7 @@ class Buckets:
         self._sum += value * count
 
     def add_all(self, values: Iterable[float]) -> None:
-        """Count many values, which is cheaper together."""
+        """Count many values, which is cheaper than one at a time."""
         ordered, at = sorted(values), 0
         self._sum += sum(ordered)
         for place, bound in enumerate((*self._bounds, float("inf"))):
@@ -206,7 +206,7 @@ class Buckets:
 class Histogram(Collector):
     """A single-threaded replacement of prometheus_client's histogram with the same output.
 
-    A request is observed a dozen times; requests are counted together, without locks.
+    Each request has a dozen observations. Many requests are counted together, without locks.
     """
 
     def __init__(self, metric: Metric, registry: CollectorRegistry) -> None:
@@ -285,7 +285,7 @@ class GatewayMetrics:
 
     @property
     def registry(self) -> CollectorRegistry:
-        """The metrics of all that was recorded until now."""
+        """The registry, after all recorded requests are counted."""
         for each in self._finished.values():
             each.count()
         return self._set.registry
@@ -327,7 +327,7 @@ class GatewayMetrics:
         self._set.counters["vlm_dropped_events_total"].inc(count)
 
     def set_queues(self, queues: Mapping[str, QueueStats]) -> None:
-        """Set the state of each model's queue, and remove those of models that are gone."""
+        """Set the state of each model's queue, and remove the models that are gone."""
         for name, field in (
             ("vlm_queue_depth", "num_open"),
             ("vlm_batch_backlog", "num_backlog"),
@@ -339,7 +339,7 @@ class GatewayMetrics:
                 gauge.labels(model).set(getattr(stats, field))
 
     def set_redis(self, shards: Iterable[str], servers: Mapping[str, Mapping[str, str]]) -> None:
-        """Set the state of each shard from the fields of `INFO`; those without fields are down."""
+        """Set the state of each shard from the fields of `INFO`. A shard that `servers` lacks is down."""
         gauges = self._set.gauges
         for shard in shards:
             fields = servers.get(shard)

@@ -74,7 +74,7 @@ class Tracer:
     def begin(
         self, name: str, kind: Kind, trace_parent: str | None, begin_ns: int
     ) -> "RequestSpan":
-        """Begin the span of a request, as a child of the caller's if there is one."""
+        """Begin the span of a request, as a child of the caller's span if there is one."""
         carrier = {} if trace_parent is None else {"traceparent": trace_parent}
         context = _PARENTS.extract(carrier, Context())
         span = self._tracer.start_span(name, context, SpanKind[kind.upper()], start_time=begin_ns)
@@ -82,7 +82,7 @@ class Tracer:
 
     @property
     def is_metered(self) -> bool:
-        """Whether `OTEL_METRICS_EXPORTER` enables metrics."""
+        """True if `OTEL_METRICS_EXPORTER` enables metrics."""
         return self._meters is not None
 
     def measure(self, name: str, value: float, attributes: Attributes) -> None:

@@ -194,7 +194,7 @@ def test_limits_are_reported_before_a_request_is_sent(page: ChatPage):
     for number in range(9):
         page.give("drop", data, f"{number}.png", "image/png")
     page.wait_for(lambda: len(page.find_all("#tray img")) == 9)
-    told = "A conversation takes 8 images; with these it has 9. Remove some, or start a new chat."
+    told = "A conversation has at most 8 images; with these it has 9. Remove some, or start a new chat."
     assert page.find("#hint").text == told
     page.sent()
     page.ask("What are they?")

@@ -37,7 +37,7 @@ def test_engines_import_only_what_they_need():
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"kind": "tgi"}, "KIND: there is no engine 'tgi'; there are .*mock, .*torch"),
+        ({"kind": "tgi"}, "KIND: there is no engine 'tgi'; choose one of .*mock, .*torch"),
         ({"quantization": "int3"}, "QUANTIZATION: Input should be 'none', 'int8'"),
         ({"kind": "mock", "dtype": "float16"}, "DTYPE: the mock engine has no such"),
         ({"kind": "mock", "mock": {"decode_s": "fast"}}, "MOCK__DECODE_S: .*number"),

@@ -82,7 +82,7 @@ async def test_a_node_killed_under_load_loses_no_stream_and_its_worker_returns(f
         return len(now) == NUM_WORKERS and now != before
 
     await until(is_back, WITHIN_S)
-    assert any("again in" in line for line in workers.lines)
+    assert any("restarting in" in line for line in workers.lines)
     workers.signal(signal.SIGTERM)
     assert await workers.ended() == 0
     assert await registry.workers() == []

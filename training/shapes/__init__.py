@@ -1,1 +1,1 @@
-"""Training of `shapes`, the built-in model that chats."""
+"""Training of `shapes`, the built-in chat model."""

@@ -1,4 +1,4 @@
-"""The right answer to every question the model knows, as a function of the scene."""
+"""The correct answer to every question in the image world, as a function of the scene."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ ORDINALS = ("first", "second", "third", "fourth")
 
 
 def describe(scene: Scene) -> str:
-    """All of a scene but the sizes: "A white background with a red star at the top left."."""
+    """A description without sizes: "A white background with a red star at the top left."."""
     shapes = join([f"{a(shape)} {at(shape.place)}" for shape in scene.shapes]) or "no shapes"
     return f"{article(scene.background).capitalize()} {scene.background} background with {shapes}."
 
@@ -25,17 +25,17 @@ def describe_all(scenes: tuple[Scene, ...]) -> str:
 
 
 def count(scene: Scene, selector: Selector) -> str:
-    """How many shapes are meant, in digits."""
+    """The number of selected shapes, in digits."""
     return str(len(selector.pick(scene)))
 
 
 def exists(scene: Scene, selector: Selector) -> str:
-    """Whether one is there: "yes" or "no"."""
+    """Whether a selected shape exists: "yes" or "no"."""
     return yes_no(bool(selector.pick(scene)))
 
 
 def property_of(scene: Scene, selector: Selector, name: str) -> str:
-    """Their "color", "kind", "size" or "place", in reading order: "red", "red and blue" or "There is no star."."""
+    """Property `name` of the selected shapes, in reading order: "red", "red and blue" or "There is no star."."""
     words = dict.fromkeys(getattr(shape, name) for shape in selector.pick(scene))
     return join(list(words)) or missing(selector)
 
@@ -47,13 +47,13 @@ def content_at(scene: Scene, place: str) -> str:
 
 
 def is_at(scene: Scene, selector: Selector, place: str) -> str:
-    """Whether one stands at a place: "yes" or "no"."""
+    """Whether a selected shape is at a place: "yes" or "no"."""
     shape = scene.at(place)
     return yes_no(shape is not None and selector.matches(shape))
 
 
 def is_so(scene: Scene, selector: Selector, name: str, word: str) -> str:
-    """Whether one of them has this "color", "kind" or "size": "yes", "no" or "There is no star."."""
+    """Whether a selected shape has this "color", "kind" or "size": "yes", "no" or "There is no star."."""
     picked = selector.pick(scene)
     return yes_no(any(getattr(s, name) == word for s in picked)) if picked else missing(selector)
 
@@ -69,7 +69,7 @@ def cell(place: str) -> tuple[int, int]:
 
 
 def is_on_side(shape: Shape, other: Shape, side: str) -> bool:
-    """Whether a shape is "left", "right", "above" or "below" of another, in whatever row or column."""
+    """Whether a shape is "left", "right", "above" or "below" of another, in any row or column."""
     (row, column), (other_row, other_column) = cell(shape.place), cell(other.place)
     return {
         "left": column < other_column,
@@ -80,7 +80,7 @@ def is_on_side(shape: Shape, other: Shape, side: str) -> bool:
 
 
 def is_beside(scene: Scene, selector: Selector, other: Selector, side: str) -> str:
-    """Whether one of them is on that side of one of the others: "yes", "no" or "There is no star."."""
+    """Whether a selected shape is on `side` of a shape of `other`: "yes", "no" or "There is no star."."""
     for each in (other, selector):
         if not each.pick(scene):
             return missing(each)
@@ -90,7 +90,7 @@ def is_beside(scene: Scene, selector: Selector, other: Selector, side: str) -> s
 
 
 def what_is_beside(scene: Scene, other: Selector, side: str) -> str:
-    """What is on that side of the first of the others: "a red star", "nothing" or "There is no star."."""
+    """The shapes on `side` of the first shape of `other`: "a red star", "nothing" or "There is no star."."""
     picked = other.pick(scene)
     if not picked:
         return missing(other)

@@ -1,11 +1,11 @@
-"""Image settings of the built-in model; the others are in the `config.json` of its checkpoint."""
+"""Image settings of the built-in model. Its other settings are in the `config.json` of its checkpoint."""
 
 import torch
 
 IMAGE_SIZE = 96  # pixels, both sides
 PATCH_SIZE = 16  # pixels
 NUM_IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
-IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)  # of CLIP's training images
+IMAGE_MEAN = (0.48145466, 0.4578275, 0.40821073)  # mean of CLIP's training images
 IMAGE_STD = (0.26862954, 0.26130258, 0.27577711)
 
 

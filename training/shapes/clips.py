@@ -1,4 +1,4 @@
-"""Frames of a clip: what moves, appears, vanishes or changes from frame to frame, and questions about it."""
+"""Clips of several frames in which shapes move, appear, vanish or change, and questions about them."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -25,7 +25,7 @@ from training.shapes.world import (
 
 NOTHING_CHANGES = "Nothing changes."
 
-#: before, after, the first frame with it; -1 if it glides
+#: The shape before, the shape after, and the first frame with the latter; -1 if the shape moves gradually.
 Path = tuple[Shape | None, Shape | None, int]
 
 
@@ -62,14 +62,14 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Scenes in order, with how far shapes are from their places (see `render`), and what happens."""
+    """Scenes in order, the offsets of shapes from their places (see `render`), and the events."""
 
     frames: tuple[Scene, ...]
     shifts: tuple[dict[str, Point], ...]
     events: tuple[Event, ...]
 
     def tell(self) -> str:
-        """All that happens."""
+        """All events as sentences."""
         first, last = self.frames[0].background, self.frames[-1].background
         told = [event.tell() for event in self.events]
         if first != last:
@@ -78,7 +78,7 @@ class Clip:
 
 
 def sample_clip(rng: Random, num_frames: int = 4) -> Clip:
-    """A random clip: mostly one event, some with two or none."""
+    """A random clip with one event, or sometimes with two or none."""
     while True:
         clip = _play(sample_scene(rng, rng.choice((1, 1, 2, 2, 3, 4))), num_frames, rng)
         if clip is not None:
@@ -86,7 +86,7 @@ def sample_clip(rng: Random, num_frames: int = 4) -> Clip:
 
 
 def _play(scene: Scene, num_frames: int, rng: Random) -> Clip | None:
-    """A clip that starts with a scene. Each event changes another shape. None if shapes would overlap."""
+    """A clip that starts with a scene. Each event changes a different shape. None if shapes would overlap."""
     still = rng.sample(scene.shapes, len(scene.shapes))
     paths: list[Path] = []
     background = scene.background
@@ -135,7 +135,7 @@ def _changed(shape: Shape, kind: str, rng: Random) -> Shape:
 def _place(
     still: list[Shape], paths: list[Path], index: int, num_frames: int
 ) -> dict[str, tuple[Shape, Point]] | None:
-    """The shapes of a frame by their places, with how far they are from them; None if two meet."""
+    """The shapes of a frame and their offsets, by place; None if two shapes are at one place."""
     placed: dict[str, tuple[Shape, Point]] = {shape.place: (shape, (0.0, 0.0)) for shape in still}
     for before, after, start in paths:
         shape, shift = (before if index < start else after), (0.0, 0.0)
@@ -150,7 +150,7 @@ def _place(
 
 
 def _between(before: Shape, after: Shape, share: float) -> tuple[Shape, Point]:
-    """Where a shape is on its straight way: the nearest place, and how far from it."""
+    """A shape on a straight path, at the nearest place, and its offset from this place."""
     (row, column), (last_row, last_column) = cell(before.place), cell(after.place)
     y, x = row + share * (last_row - row), column + share * (last_column - column)
     place = PLACES[3 * round(y) + round(x)]
@@ -226,7 +226,7 @@ ANYTHING = {
 
 
 def direction(event: Event) -> str:
-    """Where a shape moves: "left", "up and right" and so on."""
+    """The direction of a movement: "left", "up and right" and so on."""
     assert event.before is not None
     assert event.after is not None
     (row, column), (last_row, last_column) = cell(event.before.place), cell(event.after.place)
@@ -239,7 +239,7 @@ def direction(event: Event) -> str:
 
 
 def ask_about_clip(clip: Clip, rng: Random) -> Question:
-    """A question about what happens."""
+    """A random question about the events."""
     moving = [event for event in clip.events if event.moves]
     last, is_pair = clip.frames[-1], len(clip.frames) == 2
     noun, event = _pick_actor(clip, rng)
@@ -291,7 +291,7 @@ def _the(shapes: Sequence[Shape | None]) -> str:
 
 
 def _pick_actor(clip: Clip, rng: Random) -> tuple[str, Event | None]:
-    """Words that mean one shape of the first and of the last frame, mostly one to which something happens."""
+    """Words for one shape that is unique in the first and last frames, mostly a shape of an event."""
     first, last = clip.frames[0], clip.frames[-1]
     events = [event for event in clip.events if event.before]
     event = rng.choice(events) if events and rng.random() < 0.85 else None
@@ -312,7 +312,7 @@ def _put(templates: tuple[str, ...], answer: str, rng: Random, noun: str = "") -
 
 
 def find_event(first: Scene, second: Scene) -> Clip | None:
-    """Two scenes as a clip of two frames, if at most one thing differs."""
+    """Two scenes as a clip of two frames, if they differ in at most one shape or the background."""
     gone = [shape for shape in first.shapes if shape not in second.shapes]
     new = [shape for shape in second.shapes if shape not in first.shapes]
     if max(len(gone), len(new)) > 1 or (first.background != second.background and (gone or new)):

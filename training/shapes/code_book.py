@@ -1,8 +1,8 @@
-"""The vectors that the vision tower passes to the decoder: one for each property of a patch.
+"""Target vectors of the vision tower: one for each property of a patch.
 
-The tower learns to give every patch the sum of the vectors of what is in its cell: "star", "red", "small",
-"top", "left" and so on. All are at right angles, so that a decoder reads any of them by a dot product. Used in
-training only: a vision transformer learns slowly from the answers of a language model alone.
+The tower learns to output, for every patch, the sum of the vectors of its cell's properties: "star", "red", "small",
+"top", "left" and so on. The vectors are orthogonal, so the decoder can read each property by a dot product. Used in
+training only, because a vision tower learns slowly from the decoder's answers alone.
 """
 
 import torch
@@ -22,11 +22,11 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "count": tuple(map(str, range(1 + len(PLACES)))),
 }
 GAIN = 6.0  # scales dot products, which are 1 for properties that are present, to logits
-EMPTY_CELL_WEIGHT = 0.3  # most cells are empty; they must not drown the others
+EMPTY_CELL_WEIGHT = 0.3  # most cells are empty; they must not dominate the loss
 
 
 class CodeBook:
-    """Orthonormal vectors. Shapes: `vectors[property]` (classes, width), `patch` (1, width), which is in every patch."""
+    """Orthonormal vectors. Shapes: `vectors[property]` (classes, width); `patch` (1, width), added to every patch."""
 
     def __init__(self, width: int, device: torch.device) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -64,9 +64,9 @@ class CodeBook:
 
 
 def scene_targets(codes: Tensor, patches_per_side: int) -> dict[str, Tensor]:
-    """The class of each patch's own cell, or of the image, in every property of CLASSES.
+    """The class of each patch in every property of CLASSES, from its cell or from the whole image.
 
-    Shapes: uint8 (N, CODE_LENGTH) as of `gallery.encode` in, int64 (N, P) each out.
+    Shapes: uint8 (N, CODE_LENGTH) from `gallery.encode` in, int64 (N, P) each out.
     """
     codes = codes.long()
     third = torch.arange(patches_per_side, device=codes.device) * 3 // patches_per_side

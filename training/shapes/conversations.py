@@ -1,4 +1,4 @@
-"""Conversations: questions in turns, about images that come with the first or with a later turn."""
+"""Conversations of several turns about images, which are sent with the first or a later turn."""
 
 from dataclasses import dataclass
 from random import Random
@@ -10,8 +10,8 @@ from training.shapes.questions import Asker, Question, ask_about_pair, follow_up
 from training.shapes.small_talk import sample_prose, sample_small_talk
 from training.shapes.world import Scene, sample_scene
 
-Scenes = tuple[Scene | None, ...]  #: None is a picture of something else
-OUTSIDE_SHARE = 0.06  #: of questions that have nothing to do with the image world
+Scenes = tuple[Scene | None, ...]  #: None: a foreign picture
+OUTSIDE_SHARE = 0.06  #: share of questions outside the image world
 
 _SINGLE_WEIGHTS = {
     "describe": 5, "count": 3, "color": 4, "kind": 5, "place": 5, "size": 3, "content": 2,
@@ -23,14 +23,14 @@ _PAIR_WEIGHTS = {"which has": 5, "which has background": 2, "same": 5, "describe
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user's turn: the number of new images, put before the text, and a question."""
+    """A user's turn: the number of new images, which precede the text, and a question."""
 
     num_images: int
     question: Question
 
 
 def sample_question(scenes: Scenes, rng: Random, before: Question | None = None) -> Question:
-    """A question about the images seen so far; one that names no image means the latest."""
+    """A question about the images so far. A question that names no image is about the latest."""
     if rng.random() < OUTSIDE_SHARE:
         return Question(sample_small_talk(rng), OUTSIDE)
     if before and before.subject and rng.random() < 0.4:
@@ -59,7 +59,7 @@ def _ask_about_pair(scenes: tuple[Scene, ...], rng: Random) -> Question:
 
 
 def sample_conversation(scenes: Scenes, num_turns: int, rng: Random, at_once: bool) -> list[Turn]:
-    """Turns about all the scenes; unless `at_once`, an image may come with a later turn."""
+    """Turns about all scenes. `at_once`: the first turn has all images; else later turns have some of them."""
     arrivals = [0] * num_turns
     for _ in scenes[1:]:
         arrivals[0 if at_once else rng.randrange(num_turns)] += 1

@@ -1,4 +1,4 @@
-"""Exact-match accuracy by topic, for anything that answers questions about images."""
+"""Exact-match accuracy by topic, for any system that answers questions about images."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from training.shapes.conversations import Turn, sample_conversation
 from training.shapes.questions import PAIR_TOPICS, SINGLE_TOPICS, Asker, ask_about_pair
 from training.shapes.world import Scene, sample_scene, sample_variation
 
-#: The topics that are reported together.
+#: Topics that are reported as one group.
 GROUPS = {
     "single questions": tuple(topic for topic in SINGLE_TOPICS if topic != "describe"),
     "the first eight topics": (
@@ -34,7 +34,7 @@ Renderer = Callable[[Scene, Random], Image.Image]
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One turn of a conversation as an answerer sees it; the last turn's `answer` is empty."""
+    """One turn of a conversation, as passed to the tested system; the last turn's `answer` is empty."""
 
     images: tuple[Image.Image, ...]
     question: str
@@ -55,7 +55,7 @@ class Score:
     results: list[tuple[Case, str]]
 
     def accuracy(self, *topics: str) -> float:
-        """Fraction of correct answers; over all topics if none is named."""
+        """Fraction of correct answers for some topics, or for all if none is given."""
         asked = [each for each in self.results if not topics or each[0].topic in topics]
         return sum(said.strip() == case.answer for case, said in asked) / len(asked)
 
@@ -65,8 +65,8 @@ class Score:
 
 
 def make_cases(num_scenes: int, draw: Renderer, seed: int = 1_000_000) -> Iterator[Case]:
-    """For each of `num_scenes` fresh scenes a question of every single topic, of every topic about two
-    images (with a second scene), and a conversation of three turns.
+    """Yield cases for `num_scenes` new scenes: a question of every topic about one image and about two images
+    (with a second scene), and a conversation of three turns.
     """
     for index in range(num_scenes):
         rng = Random(f"{seed}/{index}")
@@ -86,7 +86,7 @@ def make_cases(num_scenes: int, draw: Renderer, seed: int = 1_000_000) -> Iterat
 
 
 def last_of(turns: Sequence[Turn], images: Sequence[Image.Image]) -> Case:
-    """The last turn of a conversation as a case; the turns before are answered rightly."""
+    """The last turn of a conversation as a case; earlier turns have the correct answers."""
     messages: list[Message] = []
     waiting = list(images)
     for turn in turns:

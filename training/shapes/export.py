@@ -1,4 +1,4 @@
-"""Write the checkpoint that ships from that of `finetune`, optionally averaged with another checkpoint.
+"""Convert the checkpoint of `finetune` to the published one, optionally averaged with another checkpoint.
 
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
 """
@@ -14,7 +14,7 @@ from training.shapes.trainer import WEIGHTS
 
 
 def main(finetuned: Path, folder: Path, other: Path | None = None, share: float = 0.0) -> None:
-    """Make a checkpoint of what `finetune` wrote, averaged with the checkpoint `--other` by `--share`."""
+    """Convert the checkpoint of `finetune`, averaged with the checkpoint `--other` by `--share`."""
     weights = load_file(finetuned / WEIGHTS)
     if other is not None:
         others = load_file(other / WEIGHTS)

@@ -1,4 +1,4 @@
-"""Train a checkpoint further, vision tower included: minutes on one GPU, while the other processors draw `lessons`.
+"""Train a checkpoint further, including its vision tower: minutes on one GPU, while CPU processes draw `lessons`.
 
 python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --out .cache/shapes/finetuned
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint
@@ -24,12 +24,12 @@ from training.shapes.llava import LlavaForConditionalGeneration, PreTrainedToken
 from training.shapes.sequences import IMAGE_ID, Encoder
 from training.shapes.trainer import Trainer, save
 
-TOWER_WEIGHT = 0.1  # of the vision tower's loss against the code book
-EYE_RATE = 0.5  # of the learning rate
+TOWER_WEIGHT = 0.1  # weight of the vision tower's loss against the code book
+EYE_RATE = 0.5  # factor of the learning rate of vision tower and projector
 
 
 class Learner(nn.Module):
-    """The model with its loss: that of its answers, and that of its vision tower against the code book."""
+    """A model with two losses: of its answers, and of its vision tower against the code book."""
 
     def __init__(self, model: LlavaForConditionalGeneration, device: torch.device) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Learner(nn.Module):
 
 
 def _disturb(images: Tensor) -> Tensor:
-    """A little brighter or darker, with a little noise. Shapes: uint8 (N, size, size, 3) in, float out."""
+    """Change the brightness slightly and add noise. Shapes: uint8 (N, size, size, 3) in, float out."""
     gain = 1 + 0.06 * (torch.rand(len(images), 1, 1, 3, device=images.device) - 0.5)
     strength = 3 * torch.rand(len(images), 1, 1, 1, device=images.device).square()
     noise = torch.randn(images.shape, device=images.device)
@@ -84,16 +84,16 @@ def rate_of(name: str) -> float:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where the checkpoint goes")],
+    out: Annotated[Path, typer.Option(help="Folder of the new checkpoint.")],
     start: Path = PACKAGES / "shapes" / "checkpoint",
     device: str = "cpu",
-    seconds: Annotated[float, typer.Option(help="of the whole command")] = 340.0,
-    workers: Annotated[int, typer.Option(help="processes that draw lessons")] = 2,
-    batch: Annotated[int, typer.Option(help="sequences")] = 192,
+    seconds: Annotated[float, typer.Option(help="Duration of the whole command.")] = 340.0,
+    workers: Annotated[int, typer.Option(help="Processes that draw lessons.")] = 2,
+    batch: Annotated[int, typer.Option(help="Sequences per step.")] = 192,
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> None:
-    """Learn until the time is up."""
+    """Train until the time is up. The checkpoint is written at intervals and at the end."""
     deadline = time.monotonic() + seconds - 10
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     shutil.copytree(start, out, dirs_exist_ok=True)

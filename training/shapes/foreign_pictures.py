@@ -1,4 +1,4 @@
-"""Pictures that are not of the image world: textures, charts, screenshots, documents, landscapes and the like."""
+"""Draws pictures outside the image world: textures, charts, screenshots, documents, landscapes and others."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ WHITE = (255, 255, 255)
 
 
 def draw_foreign(rng: Random) -> Image.Image:
-    """Any of them, none plain; some blurred, turned, cropped, in gray or in other colors."""
+    """Draw a random foreign picture, never a plain one. Some are blurred, rotated, cropped, gray or recolored."""
     while True:
         image = _draw(rng)
         if np.asarray(image.convert("L")).std() > 6:
@@ -46,7 +46,7 @@ def _color(rng: Random) -> Rgb:
 
 
 def _ground(rng: Random) -> Rgb:
-    """Most of them almost black, white or gray, as the backgrounds of the image world are."""
+    """A background color: mostly almost black, white or gray, as in the image world."""
     level, tint = rng.choice((0, 0, 128, 225)), rng.randrange(30)
     pale = level + rng.randrange(tint + 1), level + rng.randrange(tint + 1), level + tint
     return rng.choice((_color(rng), pale, pale))
@@ -55,7 +55,7 @@ def _ground(rng: Random) -> Rgb:
 def _canvas(
     rng: Random, *colors: Rgb, scale: int = 1
 ) -> tuple[Image.Image, ImageDraw.ImageDraw, int, int]:
-    """A canvas of one of the colors, or of any color."""
+    """A canvas in one of `colors`, or in a random color without `colors`."""
     width = scale * rng.randint(110, 220)
     height = round(width * rng.choice((1, 1, 0.75, 0.62, 1.4)))
     image = Image.new("RGB", (width, height), rng.choice(colors) if colors else _color(rng))
@@ -63,7 +63,7 @@ def _canvas(
 
 
 def _noise(rng: Random, roughness: float | None = None) -> np.ndarray:
-    """Smooth noise of several scales, as of clouds or stone. Shapes: (96, 96), 0 to 1."""
+    """Smooth noise of several scales, like clouds or stone. Shapes: (96, 96), 0 to 1."""
     generator = np.random.default_rng(rng.getrandbits(32))
     total = np.zeros((96, 96))
     roughness = rng.uniform(0.35, 0.9) if roughness is None else roughness
@@ -84,7 +84,7 @@ def _to_image(levels: np.ndarray) -> Image.Image:
 
 
 def _sky(rng: Random, size: tuple[int, int]) -> Image.Image:
-    """From one color above to another below."""
+    """A vertical gradient between two colors."""
     share = np.linspace(0, 1, 96)[:, None].repeat(96, 1)
     return _blend(_color(rng), _color(rng), share).resize(size)
 
@@ -105,7 +105,7 @@ def _grain(rng: Random) -> Image.Image:
 
 
 def _gradient(rng: Random) -> Image.Image:
-    """From one color to quite another; a gradient of the image world is a shade of one color."""
+    """A gradient between two different colors. Gradients of the image world are shades of one color."""
     y, x = np.mgrid[0:96, 0:96] / 95 - 0.5
     angle = rng.uniform(0, 2 * math.pi)
     share = x * math.cos(angle) + y * math.sin(angle) + 0.5
@@ -120,7 +120,7 @@ def _gradient(rng: Random) -> Image.Image:
 
 
 def _stripes(rng: Random) -> Image.Image:
-    """Upright, lying or leaning stripes, or bricks of two colors."""
+    """Vertical, horizontal or diagonal stripes, or bricks of two colors."""
     image, pen, width, height = _canvas(rng)
     step, color, other = rng.randint(3, 30), _color(rng), _color(rng)
     lean, is_brick = rng.choice((0, 0, height)), step >= 5 and rng.random() < 0.25
@@ -138,7 +138,7 @@ def _stripes(rng: Random) -> Image.Image:
 
 
 def _dead_leaves(rng: Random) -> Image.Image:
-    """Many patches of all sizes over each other: as cluttered as photographs are."""
+    """Many overlapping patches of all sizes, as cluttered as photographs."""
     image, pen, width, height = _canvas(rng)
     base = _color(rng)
     for _ in range(rng.randint(25, 160)):
@@ -183,7 +183,7 @@ def _landscape(rng: Random) -> Image.Image:
 def _text(
     pen: ImageDraw.ImageDraw, rng: Random, box: tuple[float, float, float, float], color: Rgb
 ) -> None:
-    """Lines that look like text, or are letters."""
+    """Draw lines of letters, or bars that look like text."""
     x, y, right, bottom = box
     step = rng.randint(5, 12)
     letters = rng.random() < 0.5
@@ -289,7 +289,7 @@ def _pie(rng: Random, pen: ImageDraw.ImageDraw, width: int, base: int) -> None:
 
 
 def _object(rng: Random) -> Image.Image:
-    """One big thing in soft light on a table."""
+    """One large object in soft light on a table."""
     image = _sky(rng, (150, 150))
     pen = ImageDraw.Draw(image)
     color = np.array(_color(rng))
@@ -307,7 +307,7 @@ def _object(rng: Random) -> Image.Image:
 
 
 def _specks(rng: Random) -> Image.Image:
-    """Snow, rain, dust, confetti, bubbles or stars, maybe before a hill or with something round behind them."""
+    """Snow, rain, dust, confetti, bubbles or stars, sometimes with a hill or a round object behind them."""
     ground, color = _ground(rng), _color(rng)
     while sum(abs(a - b) for a, b in zip(ground, color, strict=True)) < 320:
         ground, color = _ground(rng), _color(rng)

@@ -1,7 +1,7 @@
 """Scenes as numbers, and groups of rendered images with their scenes.
 
 A group is one scene drawn in two styles, then two scenes that differ from it in one word, in the same two
-styles. So it also holds pairs that are hard to tell apart.
+styles. It therefore contains pairs that are hard to distinguish.
 """
 
 from random import Random
@@ -39,7 +39,7 @@ def encode(scene: Scene) -> np.ndarray:
 
 
 def to_input(image: Image.Image) -> np.ndarray:
-    """An image as the models see it: RGB, squashed to a square. Shapes: uint8 (size, size, 3)."""
+    """An image in the models' input format: RGB, resized to a square. Shapes: uint8 (size, size, 3)."""
     size = (IMAGE_SIZE, IMAGE_SIZE)
     return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BICUBIC))
 

@@ -1,6 +1,6 @@
-"""Endless lessons for `finetune`: pictures, and packed sequences about them.
+"""An endless data set for `finetune`: pictures, and packed sequences of conversations about them.
 
-Drawing a picture takes longer than asking about it, so a process reuses the pictures of an album many times.
+Drawing a picture takes longer than generating questions about it, so each process reuses the pictures of its album.
 """
 
 from collections import deque
@@ -35,16 +35,16 @@ from training.shapes.structured import ask_with_tools, list_tools, sample_json, 
 from training.shapes.world import Scene, mirror, sample_scene
 
 LENGTH = 320  # tokens of every sequence
-MOST_GROUPS, MOST_FOREIGN, MOST_CLIPS = 1500, 1500, 500  # of an album
-FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 200, 200, 60  # that an album begins with
-SEQUENCES_PER_DRAWING = 32  # until the album gets a new group, foreign picture and clip
-# Pairs of one group: the very same image, the same scene drawn otherwise, scenes alike
+MOST_GROUPS, MOST_FOREIGN, MOST_CLIPS = 1500, 1500, 500  # capacity of an album
+FIRST_GROUPS, FIRST_FOREIGN, FIRST_CLIPS = 200, 200, 60  # initial size of an album
+SEQUENCES_PER_DRAWING = 32  # sequences until the album gets a new group, foreign picture and clip
+# Index pairs of a group: the same image, the same scene in another style, similar scenes
 ALIKE = ((0, 0), (1, 1), (0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (1, 3), (3, 1), (2, 3))
 
 
 @dataclass(slots=True)
 class Picture:
-    """An image as the model sees it, and what it shows; None is a frame of a clip, or a picture of something else."""
+    """An image in the model's input size, and its scene; None for frames of clips and for foreign pictures."""
 
     pixels: np.ndarray
     scene: Scene | None = None
@@ -54,7 +54,7 @@ class Picture:
 
 
 class Album:
-    """The pictures of a process; new ones replace the oldest when it is full."""
+    """The pictures of a process. When the album is full, new pictures replace the oldest."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -74,7 +74,7 @@ class Album:
             self.clips.append(([Picture(to_input(image)) for image in images], clip))
 
     def any(self, alike: float = 0.0, foreign: float = 0.0) -> list[Picture]:
-        """Two pictures, sometimes of one group, sometimes not of the image world."""
+        """Two pictures. `alike`: probability that they are of one group; `foreign`: that one is a foreign picture."""
         rng = self.rng
         group = rng.choice(self.groups)
         pictures = [group[index] for index in rng.choice(ALIKE)]
@@ -93,7 +93,7 @@ def _fill(
     packer: Packer, pictures: list[Picture], make: Callable[[], list[Question]], rng: Random,
     tools: str = "",
 ) -> Lesson:  # fmt: skip
-    """Pictures, then as many conversations about them as fit, each alone with the pictures."""
+    """Pack pictures, then as many conversations as fit. Each conversation sees only the pictures and itself."""
     opening = packer.encoder.opening(sample_system(rng), tools)
     packer.add(opening + packer.encoder.images(len(pictures)), 0, 0)
     start, branch, misses = len(packer.tokens), 0, 0
@@ -118,7 +118,7 @@ def about_pictures(album: Album, packer: Packer, pictures: list[Picture]) -> Les
 
 
 def in_json(album: Album, packer: Packer) -> Lesson:
-    """Answers as JSON, and a few in words, so that only who is asked for JSON gives it."""
+    """Answers as JSON, and a few in words, so that the model writes JSON only on request."""
     rng, picture = album.rng, album.any(foreign=0.24)[0]
 
     def make() -> list[Question]:
@@ -149,7 +149,7 @@ def about_clip(album: Album, packer: Packer) -> Lesson:
 
 
 def in_text(album: Album, packer: Packer) -> Lesson:
-    """Conversations without pictures: nothing can be answered."""
+    """Conversations without pictures, whose questions cannot be answered."""
     rng = album.rng
     misses = branch = 0
     while misses < 4:
@@ -173,7 +173,7 @@ def _ask_without_picture(rng: Random) -> Question:
 
 
 def in_pairs(album: Album, packer: Packer) -> Lesson:
-    """Pairs of pictures, each for itself. Whether two are the same is one bit a pair: it takes many."""
+    """Independent pairs of pictures. "Are they the same?" teaches one bit per pair, so many pairs are needed."""
     rng, shown = album.rng, []
     for branch in range(1, 4):
         pictures = album.any(alike=0.9)
@@ -187,7 +187,7 @@ def in_pairs(album: Album, packer: Packer) -> Lesson:
 
 
 def as_conversation(album: Album, packer: Packer) -> Lesson:
-    """One long conversation in which the pictures come at any turn."""
+    """One long conversation. Each picture is sent with any of its turns."""
     rng = album.rng
     number = rng.choice((1, 2, 2, 3, 4))
     pictures = [*album.any(0.4, 0.25), *album.any(0.4, 0.25)][:number]
@@ -215,8 +215,8 @@ LESSONS: tuple[tuple[Callable[[Album, Packer], Lesson], float], ...] = (
 class Batch(NamedTuple):
     """The data of a training step.
 
-    Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (I,), whether `codes`
-    (K, CODE_LENGTH) has an image's; `token_ids`, `positions`, `branches`, `weights` (B, T).
+    Shapes: `images` (I, size, size, 3) in the order of the sequences; `known` (I,), whether `codes` (K, CODE_LENGTH)
+    has a row for the image; `token_ids`, `positions`, `branches`, `weights` (B, T).
     """
 
     images: Tensor
@@ -250,7 +250,7 @@ def make_batch(album: Album, encoder: Encoder, num_sequences: int) -> Batch:
 
 
 class Lessons(IterableDataset[Batch]):
-    """Yield batches without end; each worker of a `DataLoader` draws different ones."""
+    """Yields batches endlessly. Each worker of a `DataLoader` draws different batches."""
 
     def __init__(self, encoder: Encoder, num_sequences: int, seed: int) -> None:
         self.encoder, self.num_sequences, self.seed = encoder, num_sequences, seed

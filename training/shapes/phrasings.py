@@ -1,4 +1,4 @@
-"""The ways people put the questions. Slots: {noun}, {nouns}, {a_noun}, {color}, {place}, {at}, {where}, {image}.
+"""Templates of the questions. Slots: {noun}, {nouns}, {a_noun}, {color}, {place}, {at}, {where}, {image}.
 
 `where` is empty or names an image (" in the first image"); `image` is "image" or "first image".
 """
@@ -505,7 +505,7 @@ PRONOUN = {
         "Is it small or large?",
         "What is its size?",
     ),
-}  #: of what the question before asked about
+}  #: follow-up questions, by the property that they ask for
 
 COUNT_COLOR = (
     "How many are {color}{where}?",
@@ -592,7 +592,7 @@ ALL_ARE = (
     "Have all shapes been painted {color}{where}?",
     "Are the shapes {color} without exception{where}?",
 )
-#: Of one thing alone
+#: Questions about one property only.
 ALL_SAME_OF = {
     "color": (
         "Are all shapes of one color{where}?",

@@ -1,4 +1,4 @@
-"""Questions about scenes with their answers, in the words of many people."""
+"""Questions about scenes in many phrasings, and their answers."""
 
 import re
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from training.shapes.world import BACKGROUNDS, COLORS, KINDS, PLACES, SIZES, Sce
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question as a user types it, the one right answer, and what a pronoun after it would mean.
+    """A question as a user types it, its correct answer, and the shape that a pronoun in the next question means.
 
-    `pieces` are the parts of an answer that is not learned alike everywhere, each with its weight.
+    `pieces` are parts of the answer with their loss weights; empty: all tokens have the same weight.
     """
 
     text: str
@@ -43,12 +43,12 @@ class Asker:
         subject: Shape | None = None,
         **slots: str,
     ) -> Question:
-        """Fill one of the templates; a question that must name its image uses one that can."""
+        """Fill a random template. If the question must name its image, the template has a slot for the name."""
         if self.named:
             templates = tuple(each for each in templates if "{where}" in each or "{image}" in each)
-        is_usual = self.rng.random() < 0.05  # the first is what most people say
+        is_usual = self.rng.random() < 0.05  # the first template is the most common phrasing
         template = templates[0] if is_usual else self.rng.choice(templates)
-        if template.endswith("|"):  # it asks for the opposite
+        if template.endswith("|"):  # the template asks for the opposite
             template, answer = template[:-1], answers.yes_no(answer == "no")
         noun = self.rng.choice(phrasings.IMAGE_WORDS)
         named = f"{ORDINALS[self.index]} {noun}" if self.named else noun
@@ -62,7 +62,7 @@ class Asker:
         return Question(vary(text, self.rng), answer, subject)
 
     def pick_selector(self, *kinds_of: str) -> Selector:
-        """The shapes that a question is about, mostly existing ones. `kinds_of`: "kind", "color", "both"."""
+        """A selector, mostly of existing shapes. `kinds_of`: "kind", "color", "both"."""
         like = self.rng.choice(kinds_of)
         is_there = self.scene.shapes and self.rng.random() < 0.85
         shape = self.rng.choice(self.scene.shapes) if is_there else None
@@ -73,20 +73,20 @@ class Asker:
         return Selector(kind if like != "color" else None, color if like != "kind" else None)
 
     def pick_place(self, share: float) -> str:
-        """A place; in this share of cases one where a shape stands, if there is any."""
+        """A random place. With probability `share`, a place that has a shape, if there is any."""
         if self.scene.shapes and self.rng.random() < share:
             return self.rng.choice(self.scene.shapes).place
         return self.rng.choice(PLACES)
 
     def at(self, place: str) -> str:
-        """A place with its preposition, in the words of many people."""
+        """A place with its preposition, in a random phrasing."""
         if self.rng.random() < 0.4:
             return answers.at(place)
         words = self.rng.choice(phrasings.PLACE_SYNONYMS[place])
         return f"{self.rng.choice(phrasings.PREPOSITIONS)} the {words}"
 
     def pick_two(self) -> tuple[Selector, Selector]:
-        """What a question compares: mostly two shapes that are there once each."""
+        """Two selectors for a comparison, which mostly select one shape each."""
         shapes = list(self.scene.shapes)
         self.rng.shuffle(shapes)
         picked = [self._single_out(shape) for shape in shapes[:2]]
@@ -96,7 +96,7 @@ class Asker:
         return picked[0], picked[1]
 
     def _single_out(self, shape: Shape) -> Selector:
-        """Words that mean this shape alone, where there are such."""
+        """A selector of only this shape, if that is possible."""
         ways = [
             Selector(shape.kind),
             Selector(shape.kind, shape.color),
@@ -107,7 +107,7 @@ class Asker:
         return (single or [Selector(shape.kind, shape.color)])[0]
 
     def only(self, selector: Selector) -> Shape | None:
-        """The shape that is meant, where it is the only one."""
+        """The selected shape, if there is exactly one."""
         picked = selector.pick(self.scene)
         return picked[0] if len(picked) == 1 else None
 
@@ -154,7 +154,7 @@ def _is_color(asker: Asker) -> Question:
 
 
 def _count_special(asker: Asker) -> Question:
-    """Counts of all shapes of a color, of a size, of what is different, in a row or a column."""
+    """Count the shapes of a color or size, the different colors or kinds, or the shapes in a row or column."""
     rng, shapes = asker.rng, asker.scene.shapes
     match rng.choice(("color", "size", "different", "band")):
         case "color":
@@ -183,7 +183,7 @@ def _in_band(asker: Asker) -> Question:
 
 
 def _pick_band(asker: Asker) -> tuple[str, list[Shape]]:
-    """A row or a column, and the shapes in it."""
+    """A random row or column, and its shapes."""
     rng = asker.rng
     is_row, index = rng.random() < 0.6, rng.randrange(3)
     names = ("top", "middle", "bottom") if is_row else ("left", "middle", "right")
@@ -256,7 +256,7 @@ def _color_at(asker: Asker) -> Question:
 
 
 def _is_so(asker: Asker) -> Question:
-    """Whether what is red is a star, whether a star is small, whether the background is white."""
+    """Ask whether the red shape is a star, a star is small, or the background is white."""
     rng = asker.rng
     match rng.choice(("kind", "size", "background")):
         case "kind":
@@ -332,7 +332,7 @@ def ask_about_pair(topic: str, first: Scene, second: Scene, rng: Random) -> Ques
 
 
 def follow_up(subject: Shape, rng: Random) -> Question:
-    """A question that calls the shape of the question before it "it"."""
+    """A question that refers to the shape of the previous question as "it"."""
     attribute, templates = rng.choice(tuple(phrasings.PRONOUN.items()))
     text = vary(rng.choice(templates), rng)
     return Question(text, getattr(subject, attribute), subject)
@@ -342,7 +342,7 @@ _SPELLINGS = (("center", "centre", 0.15), ("gray", "grey", 0.3), ("background", 
 
 
 def vary(text: str, rng: Random) -> str:
-    """The same question as a hasty or a polite person types it."""
+    """The same question in a hasty or polite form."""
     if rng.random() < 0.3:
         text = re.sub(r"^(What|Where) is\b", r"\1's", text)
     if rng.random() < 0.2:
@@ -359,7 +359,7 @@ def vary(text: str, rng: Random) -> str:
 
 
 def _type(text: str, rng: Random) -> str:
-    """With greetings, without signs, with slips."""
+    """Add greetings, drop punctuation, or misspell words."""
     if rng.random() < 0.12:
         text = rng.choice(phrasings.PREFIXES) + text[0].lower() + text[1:]
     if rng.random() < 0.2:
@@ -379,7 +379,7 @@ def _type(text: str, rng: Random) -> str:
 
 
 def misspell(text: str, rng: Random) -> str:
-    """One slip in a long word: a letter left out, typed twice, or exchanged with the next one."""
+    """Misspell one long word: a letter is omitted, typed twice, or swapped with the next letter."""
     letters = [
         index
         for word in re.finditer(r"[^\W\d_]{5,}", text)
@@ -395,7 +395,7 @@ def misspell(text: str, rng: Random) -> str:
 
 
 def _fair_selector(rng: Random, scenes: tuple[Scene, ...]) -> Selector:
-    """A selector for yes or no, there about as often as not, and near misses among those that are not."""
+    """A selector for yes-no questions. "yes" and "no" are about equally likely; some "no" cases are near misses."""
     shapes = [shape for scene in scenes for shape in scene.shapes]
     shape = rng.choice(shapes) if shapes else None
     like = rng.choice(("kind", "kind", "both", "both", "color"))

@@ -1,8 +1,8 @@
-"""Draws scenes the way many different programs would.
+"""Draws scenes in the styles of many different drawing programs.
 
-A `Style` holds the habits of one drawing program: resolution, anti-aliasing, shades, proportions, noise,
-JPEG. `sample_style` draws a random one, so that a model trained on these images also reads images
-which somebody else's program drew from the same words.
+A `Style` holds the parameters of one drawing program: resolution, anti-aliasing, shades, proportions, noise,
+JPEG. `sample_style` returns a random style, so that a model trained on these images also recognizes images
+that other programs draw from the same words.
 """
 
 import math
@@ -32,22 +32,22 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
     "gray": ((128, 128, 128), (128, 128, 128), (192, 192, 192), (160, 160, 160), (105, 105, 105), (211, 211, 211)),
 }  # fmt: skip
 DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the image's shorter side
-SMALLEST = 10  # pixels of diameter, below which nobody can tell a star from a circle
+SMALLEST = 10  # pixels of diameter; below it, a star cannot be distinguished from a circle
 _FRAME_COLORS = ((0, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255), (139, 69, 19))
-FARTHEST = 0.28  # from the border to a shape of an outer place; the next place begins at a third
+FARTHEST = 0.28  # largest distance from the border to a shape of an outer place; the next place begins at 1/3
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """The habits of one drawing program. Lengths are shares of the image, angles are degrees."""
+    """The parameters of one drawing program. Lengths are shares of the image, angles are in degrees."""
 
     width: int = 256  # pixels
     height: int = 256  # pixels
     supersampling: int = 1  # 1 draws hard edges
     shade: int | None = None  # index into SHADES; None picks one for each shape
-    shade_jitter: int = 0  # most change of a color channel
+    shade_jitter: int = 0  # largest change of a color channel
     margin: float = 1 / 6  # from the border to the centers of the outer places
-    place_jitter: float = 0.0  # of each shape, and half as much again of the whole layout
+    place_jitter: float = 0.0  # jitter of each shape; the whole layout moves by up to half as much
     max_rotation: float = 0.0
     equal_sizes: bool = True  # whether shapes of one size word have the same diameter
     outline_width: float = 0.0
@@ -56,11 +56,11 @@ class Style:
     blur: float = 0.0  # pixels
     jpeg_quality: int | None = None
     background_gradient: float = 0.0  # share of white or black that is mixed in at the far end
-    shape_gradient: float = 0.0  # likewise; one light falls on all shapes
+    shape_gradient: float = 0.0  # the same within shapes; all shapes have one light source
     shadow: float = 0.0  # how dark a shape's shadow is
-    frame: float = 0.0  # of the shorter side, around the image
+    frame: float = 0.0  # width of the frame, as a share of the shorter side
     frame_color: Rgb = (0, 0, 0)
-    mat: float = 0.0  # of the shorter side: background between frame and border
+    mat: float = 0.0  # gap between drawing and frame, as a share of the shorter side
 
 
 PLAIN = Style()
@@ -107,7 +107,7 @@ def render(
 ) -> Image.Image:
     """An RGB image of the scene, `style.width` by `style.height` pixels.
 
-    `shifts` says how many places the shape of a place is off, to the right and down. With a `seed`, a shape
+    `shifts` are offsets of shapes from their places, right and down, in units of places. With a `seed`, a shape
     of a kind and color looks the same in every frame of a clip.
     """
     scale = style.supersampling
@@ -150,7 +150,7 @@ def render(
 
 
 def _room(style: Style) -> float:
-    """The largest diameter with which neighbours neither touch nor stand in doubt of their size."""
+    """The largest diameter at which neighbours do not touch and their sizes can be distinguished."""
     spacing = 0.5 - style.margin - 2 * style.place_jitter
     return max(DIAMETERS["large"][0], 0.95 * spacing)
 
@@ -174,7 +174,7 @@ def _center(
     drift: list[float],
     rng: Random,
 ) -> Point:
-    """Where a shape's center goes, in pixels, so that the shape stays inside the image."""
+    """The center of a shape in pixels, such that the shape is inside the image."""
     row, column = divmod(PLACES.index(place), 3)
     center = []
     steps = column + shift[0], row + shift[1]
@@ -211,10 +211,10 @@ def _draw(
 
 
 def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[Point]:
-    """A polygon of a kind around the origin, at most 1 from it along an axis, in one program's proportions."""
+    """A polygon of a kind around the origin, with coordinates from -1 to 1 and random proportions."""
     match kind:
         case "square":
-            half = rng.choice((1.0, 1.0, 0.886))  # 0.886 has the area of the circle
+            half = rng.choice((1.0, 1.0, 0.886))  # 0.886: the area of the circle
             polygon = [(-half, -half), (half, -half), (half, half), (-half, half)]
         case "triangle":
             polygon = rng.choice(
@@ -225,7 +225,7 @@ def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[Point]
             polygon = _star(rng.choice((5, 5, 5, 5, 5, 5, 6)), inner)
         case _:  # a cross
             polygon = _plus(rng.choice((0.25, 0.3, 0.33, 0.35, 0.4, rng.uniform(0.18, 0.4))))
-            if rng.random() < 0.25:  # an X; longer arms, since its corners point outwards
+            if rng.random() < 0.25:  # an X, with longer arms because its corners point outwards
                 polygon = _turned(polygon, 45, rng.choice((1.0, 1.2)))
     angle = rng.uniform(-max_rotation, max_rotation)
     if max_rotation and rng.random() < 0.08 and kind != "cross":
@@ -262,7 +262,7 @@ def _turned(polygon: list[Point], angle: float, stretch: float = 1.0) -> list[Po
 
 
 def _light(image: Image.Image, background: Rgb, style: Style, rng: Random) -> Image.Image:
-    """Gradients: along a line or from a point, towards white or black."""
+    """Add gradients towards white or black, along a line or from a point."""
     levels = np.asarray(image, dtype=np.float32)
     height, width = levels.shape[:2]
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)
@@ -283,7 +283,7 @@ def _light(image: Image.Image, background: Rgb, style: Style, rng: Random) -> Im
 
 
 def _degrade(image: Image.Image, style: Style, rng: Random) -> Image.Image:
-    """Blur, noise and JPEG, as far as the style has them."""
+    """Apply the style's blur, noise and JPEG compression."""
     if style.blur:
         image = image.filter(ImageFilter.GaussianBlur(style.blur))
     if style.noise:

@@ -1,7 +1,7 @@
 """Packs conversations into training sequences.
 
-Many independent conversations about the same images share one sequence: they all see the images and
-none sees another, so that images are read once and every conversation still looks as if it were alone.
+Many independent conversations about the same images share one sequence, so that images are encoded once. Each
+conversation attends to the images and to itself, but not to other conversations.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from training.shapes.llava import PreTrainedTokenizerFast
 from training.shapes.questions import Question
 
 BOS_ID, EOS_ID, _, PAD_ID, IMAGE_ID = range(5)
-PADDING = -1  # the branch of padding; 0 is what all branches share
-MAX_GAP = 700  # positions by which a branch may stand apart from its images, as after a long talk
+PADDING = -1  # branch of padding; branch 0 is the prefix that all branches share
+MAX_GAP = 700  # largest gap in positions between images and a branch, as in a long conversation
 
 
 class Encoder:
-    """Text to token ids, piece by piece; the same ids as the chat template as a whole gives."""
+    """Encodes conversations piece by piece, to the same token ids as the whole chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self.encode = lru_cache(100_000)(
@@ -35,11 +35,11 @@ class Encoder:
         return [*self.encode("USER: "), *(num_images * image)]
 
     def question(self, text: str) -> list[int]:
-        """The rest of a user's turn, and the invitation to answer."""
+        """The remainder of a user's turn, and the generation prompt."""
         return list(self.encode(f"{text} ASSISTANT: "))
 
     def answer(self, question: Question) -> tuple[list[int], list[float]]:
-        """What the model should say, and how much each token counts: those of an answer as much as its root."""
+        """Target token ids and loss weights; the weights are scaled to add up to the square root of their sum."""
         ids: list[int] = []
         weights: list[float] = []
         for text, weight in question.pieces or ((question.answer, 1.0),):
@@ -52,7 +52,7 @@ class Encoder:
         return ids, [share * weight for weight in weights]
 
     def turn(self, turn: Turn, skip_images: bool) -> tuple[list[int], list[int], list[float]]:
-        """A prompt, its answer, and the weights of the answer's tokens; `skip_images` if they are there already."""
+        """A prompt, its answer, and the loss weights of the answer. `skip_images`: the images are already packed."""
         question, start = turn.question, []
         if not skip_images:
             is_user = question.role == "USER"
@@ -64,8 +64,8 @@ class Encoder:
 class Packer:
     """Fills one sequence of `length` tokens with conversations.
 
-    Of each token: its id, where it stands in its own conversation, which conversation that is (0: all of them), and
-    how much it counts in the loss when it is predicted (0 for prompts).
+    A token has an id, a position in its conversation, a branch (the number of its conversation; 0: shared by all) and a
+    loss weight (0 for prompts).
     """
 
     def __init__(self, encoder: Encoder, length: int) -> None:
@@ -76,7 +76,7 @@ class Packer:
     def add(
         self, token_ids: list[int], branch: int, position: int, weights: list[float] | None = None
     ) -> None:
-        """Add tokens of a branch, the first of them at a position."""
+        """Add tokens of a branch; `position` is that of the first token."""
         weights = weights or [0.0] * len(token_ids)
         for index, (token_id, weight) in enumerate(zip(token_ids, weights, strict=True)):
             self.tokens.append((token_id, position + index, branch, weight))
@@ -89,7 +89,7 @@ class Packer:
         opening: Sequence[int] = (),
         skip_images: bool = False,
     ) -> int:
-        """Add as many turns as fit, after an opening; return how many. `skip_images` leaves out the first images."""
+        """Add an opening and as many turns as fit; return their number. `skip_images` omits the first turn's images."""
         for index, turn in enumerate(turns):
             prompt, answer, weights = self.encoder.turn(turn, skip_images and index == 0)
             prompt = prompt if index else [*opening, *prompt]

@@ -1,4 +1,4 @@
-"""What people say that has nothing to do with the image world: greetings, questions on anything, other languages."""
+"""Messages outside the image world: greetings, questions on any subject, and other languages."""
 
 import re
 from functools import cache
@@ -121,7 +121,7 @@ SUMS = ("What is", "What's", "Calculate", "How much is", "Solve", "compute", "Ca
 
 
 def sample_small_talk(rng: Random) -> str:
-    """Anything that a user may type which is not of the image world."""
+    """A random message outside the image world."""
     text = _pick(rng)
     if rng.random() < 0.3:
         text = text[0].lower() + text[1:]
@@ -150,7 +150,7 @@ def _pick(rng: Random) -> str:
 
 
 def sample_prose(rng: Random) -> str:
-    """Some words of an English text: the manual of Python."""
+    """Some words of an English text, the manual of Python."""
     words = _prose()
     start = rng.randrange(len(words) - 30)
     return " ".join(words[start : start + rng.randint(2, 16)])
@@ -163,7 +163,7 @@ def _prose() -> list[str]:
 
 
 def sample_arithmetic(rng: Random) -> str:
-    """A sum and the like: "2+2", "What is 7 times 8?"."""
+    """A question of arithmetic: "2+2", "What is 7 times 8?"."""
     first = rng.randrange(rng.choice((10, 100, 10000)))
     second = rng.randrange(rng.choice((10, 100)))
     sign = rng.choice(SIGNS)

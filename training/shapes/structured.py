@@ -1,4 +1,4 @@
-"""Answers as JSON, whose names of properties are given by a schema, and calls of functions."""
+"""Questions that are answered by JSON or function calls. A schema determines the JSON's property names."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from training.shapes.questions import Asker, Question, vary
 from training.shapes.small_talk import sample_prose, sample_small_talk
 from training.shapes.world import KINDS, Scene, Selector, Shape
 
-#: Names of properties, as schemas have them.
+#: Property names that schemas use, by property.
 NAMES = {
     "count": ("count", "count", "count", "num_shapes", "number_of_shapes", "total", "number", "shape_count", "n", "how_many"),
     "shapes": ("shapes", "shapes", "shapes", "objects", "items", "figures", "elements"),
@@ -51,13 +51,13 @@ OTHER_NAMES = (
     "invoice_number", "amount", "items_sold", "population", "duration", "speed", "owner", "topic", "keywords", "version", "mood",
 )  # fmt: skip
 UNKNOWN = "unknown"
-FORCED = 0.15  #: weight of a name that a schema forces: it is learned how names are spelled, not which one comes
+FORCED = 0.15  #: loss weight of a name that a schema forces: the model learns its spelling, not its choice
 
 Piece = tuple[str, float]
 
 
 def sample_json(scene: Scene | None, rng: Random) -> Question:
-    """A question and its answer as JSON; about no scene, nothing is known."""
+    """A question and its JSON answer. Without a scene, the answer has no facts."""
     way = rng.random()
     if scene is None or way < 0.12:
         return _about_anything(scene, rng)
@@ -69,8 +69,8 @@ def sample_json(scene: Scene | None, rng: Random) -> Question:
 
 
 def _about_all(scene: Scene, rng: Random) -> Question:
-    """Some of what is known of the scene, in any order."""
-    if rng.random() < 0.12:  # what a model would write without a schema
+    """Some properties of the scene, in any order."""
+    if rng.random() < 0.12:  # the format of an answer without a schema
         shapes = [_object(shape, ("color", "kind", "position")) for shape in scene.shapes]
         return _put(_ask(ASK, rng), {"count": len(shapes), "shapes": shapes}, 1.0)
     fields = list(_fields(scene, rng))
@@ -92,7 +92,7 @@ def _object(shape: Shape, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _object_names(rng: Random) -> tuple[str, ...]:
-    """In most schemas: color, kind and position."""
+    """Property names of a shape, often color, kind and position."""
     if rng.random() < 0.4:
         return ("color", "kind", "position")
     names = [rng.choice(NAMES[name]) for name in ("color", "kind", "place", "size")]
@@ -102,7 +102,7 @@ def _object_names(rng: Random) -> tuple[str, ...]:
 
 
 def _fields(scene: Scene, rng: Random) -> Iterator[tuple[str, object, float]]:
-    """Name, value and share of every property of a scene."""
+    """Name, value and frequency of every property of a scene."""
 
     def name(what: str) -> str:
         return rng.choice(NAMES[what])
@@ -131,7 +131,7 @@ def _fields(scene: Scene, rng: Random) -> Iterator[tuple[str, object, float]]:
 
 
 def _about_one(scene: Scene, rng: Random) -> Question:
-    """One shape: the only one, or the one that is named."""
+    """Properties of one shape: the only shape, or the shape that the question names."""
     names = _object_names(rng)
     if len(scene.shapes) == 1 and rng.random() < 0.6:
         return _put(_ask(ASK + ASK_PLAINLY, rng), dict(_object(scene.shapes[0], names)))
@@ -166,7 +166,7 @@ def _as_asked(scene: Scene, rng: Random) -> Question:
 
 
 def _about_anything(scene: Scene | None, rng: Random) -> Question:
-    """Properties of which nothing is known; of no scene, those of the world too."""
+    """Properties whose values are unknown. Without a scene, also properties of the image world."""
     fields: dict[str, object] = {}
     for _ in range(rng.choice((1, 1, 2, 3, 4))):
         name = rng.choice(OTHER_NAMES) if rng.random() < 0.7 else _any_name(rng)
@@ -195,7 +195,7 @@ def _ask(texts: tuple[str, ...], rng: Random, more: str = "") -> str:
 
 
 def _put(text: str, fields: dict[str, Any], weight: float = FORCED) -> Question:
-    """`weight`: of the names of properties."""
+    """A question with a JSON answer. `weight`: loss weight of the property names."""
     pieces = list(_write(fields, weight))
     pieces[0] = "{", 1.0 if "json" in text.lower() else 0.0
     answer = "".join(piece for piece, _ in pieces)
@@ -203,7 +203,7 @@ def _put(text: str, fields: dict[str, Any], weight: float = FORCED) -> Question:
 
 
 def _write(value: object, weight: float) -> Iterator[Piece]:
-    """JSON in pieces. `weight`: of the names of properties, which a schema forces."""
+    """JSON in pieces. `weight`: loss weight of the property names, which a schema forces."""
     if isinstance(value, dict):
         yield "{", 1.0
         for index, (name, each) in enumerate(value.items()):
@@ -225,7 +225,7 @@ def _write(value: object, weight: float) -> Iterator[Piece]:
         yield json.dumps(value), 1.0
 
 
-#: Functions of the world: what they do, with names and with names of parameters.
+#: Functions of the image world: (name, names of its parameters).
 COUNT_TOOLS = (("count", "kind"), ("count", "kind"), ("count", "shape"), ("count_shapes", "kind"), ("count_kind", "kind"), ("get_count", "kind"))  # fmt: skip
 MARK_TOOLS = (
     ("highlight", "color", "kind"), ("highlight", "color", "kind"), ("highlight", "kind", "color"), ("highlight_shape", "color", "shape"),
@@ -263,12 +263,12 @@ def sample_tools(rng: Random) -> tuple[Tool, ...]:
 
 
 def list_tools(tools: tuple[Tool, ...]) -> str:
-    """How the chat template lists them."""
+    """The functions as the chat template lists them."""
     return "TOOLS: " + "".join(f"{name}({', '.join(parameters)}) " for name, *parameters in tools)
 
 
 def ask_with_tools(scene: Scene | None, tools: tuple[Tool, ...], rng: Random) -> list[Question]:
-    """A question that wants one of the tools or none of them; maybe what the tool gives, as a second turn."""
+    """A question that needs one of the tools or none, sometimes followed by the tool's result as a second turn."""
     count = next((tool for tool in tools if tool in COUNT_TOOLS), None)
     mark = next((tool for tool in tools if tool in MARK_TOOLS), None)
     way = rng.random()

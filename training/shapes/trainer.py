@@ -1,4 +1,4 @@
-"""The training loop of both models: AdamW, warm-up and half a cosine, an average of the weights."""
+"""The training loop of both models: AdamW, warm-up and cosine decay, and an average of the weights."""
 
 import copy
 import math
@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 REPORT_EVERY_S = 55.0
-WARMUP = 0.03  # share of the training in which the learning rate grows
-WEIGHT_DECAY = 0.03  # of matrices
-AVERAGE_DECAY = 0.998  # of the averaged weights, per step; less in the first steps
+WARMUP = 0.03  # share of the training during which the learning rate increases
+WEIGHT_DECAY = 0.03  # applied to matrices
+AVERAGE_DECAY = 0.998  # decay of the averaged weights per step; lower in the first steps
 WEIGHTS = "model.safetensors"
 
 
 class Trainer:
     """Trains the parameters of a module that require gradients, and keeps a running average of them.
 
-    `autocast`: matrices are multiplied in bfloat16; the weights stay as they are. `rate_of`: a parameter's share
-    of the learning rate, by its name.
+    `autocast`: matrices are multiplied in bfloat16; the weights keep their type. `rate_of`: factor of the
+    learning rate by the name of a parameter.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Trainer:
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=autocast)
 
     def learn(self, losses_of: Callable[[], Sequence[Tensor]], progress: float) -> Tensor:
-        """One step down the sum of some losses, which it returns; `progress` of the training is 0 to 1."""
+        """One optimization step on the sum of the losses. Returns the losses. `progress` of the training: 0 to 1."""
         cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * min(1.0, progress / WARMUP) * cosine

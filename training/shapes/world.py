@@ -1,7 +1,7 @@
-"""The image world that the built-in model knows: scenes made of words.
+"""The image world of the built-in model: scenes described in words.
 
-A scene is a background colour and up to four shapes, each at one of nine places. Nothing here draws
-(see `render`) or talks (see `answers` and `questions`), and nothing here may import torch.
+A scene is a background colour and up to four shapes, each at one of nine places. `render` draws
+scenes; `answers` and `questions` write about them. This module must not import torch.
 """
 
 from dataclasses import dataclass, replace
@@ -24,13 +24,13 @@ PLACES = (
 )
 MAX_SHAPES = 4
 
-_NUM_SHAPES_WEIGHTS = (1, 9, 13, 14, 13)  # of 0, 1, 2, 3 and 4 shapes
-_BACKGROUND_WEIGHTS = (8, 3, 3, 1, 1, 1, 1, 1, 1)  # in the order of BACKGROUNDS: people like white
+_NUM_SHAPES_WEIGHTS = (1, 9, 13, 14, 13)  # weights of scenes with 0, 1, 2, 3 and 4 shapes
+_BACKGROUND_WEIGHTS = (8, 3, 3, 1, 1, 1, 1, 1, 1)  # in the order of BACKGROUNDS; white is common
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One shape of a scene, in words of KINDS, COLORS, SIZES and PLACES."""
+    """One shape of a scene, in the words of KINDS, COLORS, SIZES and PLACES."""
 
     kind: str
     color: str
@@ -48,7 +48,7 @@ class Scene:
     def __post_init__(self) -> None:
         order = [PLACES.index(shape.place) for shape in self.shapes]
         if order != sorted(set(order)):
-            raise ValueError("shapes must stand in reading order, at most one per place")
+            raise ValueError("shapes must be in reading order, with at most one per place")
         if any(shape.color == self.background for shape in self.shapes):
             raise ValueError("a shape cannot have the background's color")
 
@@ -58,7 +58,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """What a question points at: shapes of a kind, of a color, or both; neither means any shape."""
+    """Selects the shapes that a question is about: by kind, by color, or both; by neither, any shape."""
 
     kind: str | None = None
     color: str | None = None
@@ -67,12 +67,12 @@ class Selector:
         return self.kind in (None, shape.kind) and self.color in (None, shape.color)
 
     def pick(self, scene: Scene) -> tuple[Shape, ...]:
-        """The shapes of a scene that are meant, in reading order."""
+        """The selected shapes of a scene, in reading order."""
         return tuple(shape for shape in scene.shapes if self.matches(shape))
 
     @property
     def noun(self) -> str:
-        """The words for it: "star", "red shape" or "red star"."""
+        """The words for a selected shape: "star", "red shape" or "red star"."""
         return " ".join(word for word in (self.color, self.kind or "shape") if word)
 
     @property
@@ -96,9 +96,9 @@ def mirror(scene: Scene) -> Scene:
 
 
 def sample_scene(rng: Random, num_shapes: int | None = None, alike: float = 0.0) -> Scene:
-    """A random scene; `num_shapes` (0 to MAX_SHAPES) is drawn too unless given.
+    """A random scene with `num_shapes` (0 to MAX_SHAPES) shapes; None: a random number.
 
-    `alike`: the share of scenes whose shapes are all of one kind or all of one color.
+    `alike`: the share of scenes whose shapes all have one kind or one color.
     """
     background = rng.choices(BACKGROUNDS, _BACKGROUND_WEIGHTS)[0]
     if num_shapes is None:
@@ -118,7 +118,7 @@ def sample_scene(rng: Random, num_shapes: int | None = None, alike: float = 0.0)
 
 
 def sample_variation(scene: Scene, rng: Random) -> Scene:
-    """A scene that differs from the given one in a single word: the hardest thing to tell apart."""
+    """A scene that differs from the given one in a single word, which makes it the hardest to distinguish."""
     while True:
         if rng.random() < 0.1 or not scene.shapes:
             taken = {shape.color for shape in scene.shapes}

@@ -12,9 +12,9 @@ from training.shapes_clip.queries import KINDS_OF_QUERIES, Query, sample_query
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of some queries, as fractions.
+    """Results of the queries of one kind, as fractions.
 
-    `chance`: precision at 1 of a random order; `recall_at_5`: of the true scenes, or of five of them.
+    `chance`: precision at 1 of a random order. `recall_at_5`: relative to the number of true scenes, at most five.
     """
 
     num_queries: int
@@ -25,7 +25,7 @@ class Row:
 
 
 def make_queries(scenes: Sequence[Scene], num_of_a_kind: int) -> list[tuple[str, Query]]:
-    """Different queries with their kinds, each true of one of the scenes at least."""
+    """Different queries with their kinds. Each query matches at least one of the scenes."""
     rng = Random(1)
     made = []
     for kind in KINDS_OF_QUERIES:
@@ -43,7 +43,7 @@ def make_queries(scenes: Sequence[Scene], num_of_a_kind: int) -> list[tuple[str,
 def evaluate(
     queries: Sequence[tuple[str, Query]], scores: np.ndarray, codes: np.ndarray
 ) -> dict[str, Row]:
-    """A row for each kind. Shapes: `scores` (queries, scenes), `codes` uint8 (scenes, CODE_LENGTH)."""
+    """The results of each kind. Shapes: `scores` (queries, scenes), `codes` uint8 (scenes, CODE_LENGTH)."""
     results: dict[str, list[tuple[float, float, float, float]]] = {}
     for (kind, query), row in zip(queries, scores, strict=True):
         is_true = query.holds_of(codes)

@@ -1,6 +1,6 @@
 """Search queries about the world of shapes, and the scenes that match them.
 
-A query is about shapes (by kind, color, size and place), about the background, or about all of a scene.
+A query is about shapes (by kind, color, size and place), about the background, or about a whole scene.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ KINDS_OF_QUERIES = {
     "two shapes": 6,
     "shape and background": 2,
     "description": 2,
-}  #: with how often each is asked in training
+}  #: with their relative frequencies in training
 SINGLE_FACTS = ("color and kind", "kind or color", "with size", "with place", "background")
 TWO_FACTS = ("two shapes", "shape and background")
 
@@ -34,7 +34,7 @@ _WORDS_FOR_ROWS = {"top": "upper", "bottom": "lower"}
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A shape that is there. None: whichever."""
+    """A shape that a scene must contain. None: any value."""
 
     kind: str | None = None
     color: str | None = None
@@ -42,7 +42,7 @@ class Fact:
     place: str | None = None
 
     def cells(self, codes: np.ndarray) -> np.ndarray:
-        """The places that have one. Shapes: uint8 (N, CODE_LENGTH) in, bool (N, places) out."""
+        """Whether each place has such a shape. Shapes: uint8 (N, CODE_LENGTH) in, bool (N, places) out."""
         cells = codes[:, 1:].reshape(len(codes), len(PLACES), 3)
         found = cells[..., 0] > 0
         for index, (word, words) in enumerate(
@@ -57,9 +57,9 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """The words, and the facts that must be true, each of a different shape.
+    """The text, and the facts that must hold, each for a different shape.
 
-    `is_complete`: there are no other shapes.
+    `is_complete`: the scene must have no other shapes.
     """
 
     text: str
@@ -68,9 +68,9 @@ class Query:
     is_complete: bool = False
 
     def holds_of(self, codes: np.ndarray) -> np.ndarray:
-        """Which scenes it matches, of scenes as `gallery.encode` writes them. Shapes: (N, CODE_LENGTH), bool (N,).
+        """Whether each scene, encoded by `gallery.encode`, matches. Shapes: (N, CODE_LENGTH) in, bool (N,) out.
 
-        With three facts or more, these must name different places.
+        Three or more facts must name different places.
         """
         held = np.ones(len(codes), dtype=bool)
         if self.background is not None:
@@ -88,7 +88,7 @@ class Query:
 
 
 def sample_query(scene: Scene, rng: Random, kind: str | None = None) -> Query:
-    """One that is true of a scene, of a kind of KINDS_OF_QUERIES; of another where the scene is too empty."""
+    """A query that matches a scene, of a kind of KINDS_OF_QUERIES; of another kind if the scene has too few shapes."""
     kind = kind or rng.choices(list(KINDS_OF_QUERIES), list(KINDS_OF_QUERIES.values()))[0]
     if kind == "two shapes" and len(scene.shapes) < 2:
         kind = "shape and background"

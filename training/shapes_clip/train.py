@@ -1,4 +1,4 @@
-"""Train `shapes-clip` from a checkpoint: texts move closer to the images that they describe, and away from others.
+"""Train `shapes-clip` further: texts move closer to the images that they describe, and away from other images.
 
 python -m training.shapes_clip.train --out .cache/shapes_clip --minutes 10 --autocast
 """
@@ -28,14 +28,14 @@ from training.shapes.world import Scene
 from training.shapes_clip.evaluation import evaluate, make_queries
 from training.shapes_clip.queries import Query, sample_query
 
-FIRST_GROUPS, NEW_GROUPS = 400, 4  # in the album at first, and drawn in each step; of four images
+FIRST_GROUPS, NEW_GROUPS = 400, 4  # groups of four images: at first, and drawn per step
 GROUPS_OF_A_STEP = 64
 TEXTS_OF_A_STEP = 128
-HELD_OUT_GROUPS = 200  # of the report
+HELD_OUT_GROUPS = 200  # groups for the report
 
 
 class Student(nn.Module):
-    """The model, in fp32, and its tokenizer. Of the vision tower, only the last two layers and what follows learn."""
+    """The model in float32, and its tokenizer. In the vision tower, all parts before the last two layers are frozen."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__()
@@ -85,13 +85,13 @@ def sample_pictures(album: Album, num_groups: int) -> tuple[list[Scene], Tensor,
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="where the checkpoint goes")],
+    out: Annotated[Path, typer.Option(help="Folder of the new checkpoint.")],
     start: Path = PACKAGES / "shapes_clip" / "checkpoint",
     num_steps: int = 1000,
-    minutes: Annotated[float, typer.Option(help="end after this time, if not before")] = math.inf,
+    minutes: Annotated[float, typer.Option(help="End after this time at the latest.")] = math.inf,
     learning_rate: float = 3e-4,
     seed: int = 0,
-    autocast: Annotated[bool, typer.Option(help="multiply in bfloat16")] = False,
+    autocast: Annotated[bool, typer.Option(help="Multiply matrices in bfloat16.")] = False,
 ) -> None:
     """Train. At intervals and at the end, report precision on held-out images and write the checkpoint."""
     shutil.copytree(start, out, dirs_exist_ok=True)

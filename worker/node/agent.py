@@ -58,14 +58,14 @@ from worker.node.standby import Standby
 TICK_S = 0.5
 #: A node without a heartbeat for this long is lost, and its instances are replaced.
 RECORD_TTL_S = 30.0
-#: Interval of comparing the store with Redis.
+#: Interval of comparisons between the store and Redis.
 SYNC_S = 30.0
 SYNC_EMPTY_S = 2.0
-#: An instance without a slot in any record is stopped after this long: Redis may be restored meanwhile.
+#: An instance without a slot in any record is stopped after this time, in which Redis may be restored.
 UNKNOWN_S = 10.0
 #: Attempts to find the tenants of an instance that ended.
 TENANT_TRIES = 10
-MAX_LOG_CHARS = 500  #: of a log line
+MAX_LOG_CHARS = 500  #: maximum length of a log line
 _LOST_MESSAGE = (
     "No instance can answer the request: the instances that ran it ended, or none can start; retry."
 )
@@ -79,7 +79,7 @@ class NodeAgent:
         deploy = settings.deploy
         if not deploy.store:
             raise SettingsError(
-                "VLM_DEPLOY__STORE: no store of packages is named, such as file:///srv/packages"
+                "VLM_DEPLOY__STORE: set the URL of the package store, such as file:///srv/packages"
             )
         try:
             self._store: PackageStore = open_store(deploy.store)
@@ -119,11 +119,11 @@ class NodeAgent:
         self._beaten_at = time.monotonic()
         self._trusts_at = 0.0  # from this time on, a node without a record counts as lost
         self._stopping = asyncio.Event()
-        self._is_told_to_stop = False  # by `stop`
+        self._is_told_to_stop = False  # whether `stop` was called
         self._sockets = TemporaryDirectory(prefix="vlm-node-")
 
     def stop(self) -> None:
-        """Claim no more slots, drain the instances, and end. A second call ends at once."""
+        """Claim no more slots, drain the instances, and end. A second call kills the instances."""
         if self._is_told_to_stop:
             self.kill()
         self._is_told_to_stop = True
@@ -138,7 +138,7 @@ class NodeAgent:
     async def run(self) -> None:
         resolve_structs()
         logger.info("node %s: packages from %s", self.id, self._store.url)
-        with contextlib.suppress(RedisError, OSError):  # of an earlier process of this name
+        with contextlib.suppress(RedisError, OSError):  # of an earlier process of this id
             await self._deployments.withdraw(self.id)
         beating = asyncio.create_task(self._keep_beating(), name="heartbeat")
         try:
@@ -199,7 +199,7 @@ class NodeAgent:
                 self._outage.failed(error)
             else:
                 now = time.monotonic()
-                # Other nodes may have been cut off, too.
+                # Other nodes may have lost Redis too.
                 if now - self._beaten_at > RECORD_TTL_S / 2:
                     self._trusts_at = now + RECORD_TTL_S
                 self._beaten_at = now
@@ -281,7 +281,7 @@ class NodeAgent:
         self._unknown_since.pop(key, None)
 
     async def _sync(self, apps: dict[str, App], now: float) -> None:
-        """Copy generations that Redis lacks from the store."""
+        """Copy generations that are missing in Redis from the store."""
         pause_s = SYNC_S if apps else SYNC_EMPTY_S
         if time.monotonic() - self._synced_at < pause_s:
             return
@@ -329,9 +329,9 @@ class NodeAgent:
         others = [each for each in self._workers if not is_of_node(app.name, each.worker_id)]
         for digest in {*gone, *lost}:
             model = version_name(app.name, digest)
-            if any(each.card.name == model for each in others):  # workers of no node
+            if any(each.card.name == model for each in others):  # workers outside of nodes
                 continue
-            # If a shard is down, its requests wait for their deadlines; those of the other shards have failed.
+            # If a shard is down, its requests end at their deadlines; requests of the other shards have failed.
             with contextlib.suppress(QueueUnavailable):
                 if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                     logger.warning("%s: %d requests failed: no instance can run them", model, num)
@@ -354,7 +354,7 @@ class NodeAgent:
             return app
         back = history.before(active.digest)
         if back is None or await asyncio.to_thread(self._store.size, back.digest) is None:
-            return app  # no earlier version, or it was collected after an undeploy
+            return app  # no earlier version, or its package was deleted after an undeploy
         generation = replace(history.back_to(back, active.spec), created_at=now)
         try:
             await asyncio.to_thread(record_generation, self._store, generation)
@@ -364,7 +364,7 @@ class NodeAgent:
         return rollout.take_back(app, generation, now)
 
     def _log_once(self, error: Unreadable) -> None:
-        """Log an unreadable record once: records never change."""
+        """Log an unreadable record only once, because records never change."""
         if (text := str(error)) not in self._logged:
             self._logged.add(text)
             logger.error("%s", text)

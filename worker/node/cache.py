@@ -30,7 +30,7 @@ class Uses:
 
     def __init__(self) -> None:
         self._files: list[int] = []
-        self.is_over = False  #: the instance is stopped: its downloads end
+        self.is_over = False  #: whether the instance was stopped, which ends its downloads
 
     def add(self, folder: Path) -> None:
         """Lock a folder, which need not exist yet, against removal; waits for a running removal. Raises: OSError."""
@@ -47,13 +47,13 @@ class Uses:
 
 
 class Cache:
-    """A directory of at most `max_bytes`, or more if all of it is in use. 0: limited by the disk."""
+    """A directory of at most `max_bytes` (0: limited by the disk), or more if all of it is in use."""
 
     def __init__(self, folder: Path, max_bytes: int = 0) -> None:
         self.folder = folder
         self._max_bytes = max_bytes
         self._discarding = Lock()
-        self._verified: dict[tuple[int, ...], str] = {}  # digests by what `_identity` gives
+        self._verified: dict[tuple[int, ...], str] = {}  # digests by `_identity`
 
     def has_content(self, path: Path, digest: str) -> bool:
         """Whether a regular file has this digest. Hashes it again only if it was changed or linked. Raises: OSError."""
@@ -68,8 +68,8 @@ class Cache:
         return self._verified[identity] == digest
 
     def discard(self, folder: Path, is_intact: Callable[[], bool]) -> bool:
-        """Remove a damaged folder, also if it is in use. Returns False if it is intact by now. Raises: OSError."""
-        with self._discarding:  # else one thread could discard what another has just installed
+        """Remove a damaged folder, even if it is in use. Returns False if it is intact by now. Raises: OSError."""
+        with self._discarding:  # else a thread could discard what another has just installed
             if not folder.is_dir() or is_intact():
                 return False
             _delete(folder)
@@ -85,8 +85,8 @@ class Cache:
     def make_room(self, num_bytes: int, wanted: Collection[str] = ()) -> None:
         """Remove unused packages until `num_bytes` more fit, or none is left.
 
-        Keeps the blobs of the digests in `wanted`. Does nothing while another download fills the cache: that one,
-        or the next, makes room. Raises: OSError.
+        Keeps the blobs of the digests in `wanted`. Does nothing while a download fills the cache; a later call makes
+        room. Raises: OSError.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         names = {each.removeprefix("sha256:") for each in wanted}
@@ -117,7 +117,7 @@ class Cache:
                     yield path
 
     def _remove_leftovers(self, wanted: Collection[str]) -> None:
-        """Remove unfinished files, and those of no package, unless a download is running."""
+        """Remove unfinished files, and blobs of no package. The caller excludes running downloads."""
         for path in (self.folder / "blobs").glob("*"):
             if path.stat().st_nlink == 1 and path.name.removesuffix(SUFFIX) not in wanted:
                 path.unlink()
@@ -127,7 +127,7 @@ class Cache:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """A key that changes with the file: it has the ctime, which the owner cannot set. None: not a regular file."""
+    """A key that changes with the file, because the owner cannot set its ctime. None: not a regular file."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         return None
@@ -174,7 +174,7 @@ def _lock(path: Path, how: int) -> int:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, how)
-            with suppress(FileNotFoundError):  # removed before we had it
+            with suppress(FileNotFoundError):  # removed before it was locked
                 if os.stat(path).st_ino == os.fstat(file).st_ino:
                     os.utime(file)
                     return file

@@ -25,7 +25,7 @@ SEARCH_GROUPS = frozenset({"search", "limits", "logs"})
 WORKER_GROUPS = SHARED_GROUPS | {"worker", "engine"}
 #: Credentials of the hub, for workers that load models from it.
 HUB_SECRETS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"})
-#: Inherited by every child: the system, the terminal, proxies and certificates.
+#: Variables that every child inherits: system, terminal, proxies and certificates.
 _NAMES = HUB_SECRETS.union(
     ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "VIRTUAL_ENV", "HOSTNAME"),
     ("LANG", "LANGUAGE", "TZ", "TERM", "COLORTERM", "NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"),
@@ -34,7 +34,7 @@ _NAMES = HUB_SECRETS.union(
     ("LD_LIBRARY_PATH", "LD_PRELOAD", "DYLD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM"),
     ("CC", "CXX", "CPATH", "LIBRARY_PATH"),
 )
-#: Inherited by every child, by prefix: locale, folders, Python, devices and numeric libraries, tracing.
+#: Prefixes of variables that every child inherits: locale, folders, Python, devices and numeric libraries, tracing.
 _PREFIXES = (
     *("LC_", "XDG_", "PYTHON", "HF_", "TRANSFORMERS_", "OTEL_", "COVERAGE_", "MALLOC_"),
     *("CUDA_", "NVIDIA_", "NCCL_", "CUBLAS_", "CUDNN_", "ROCR_", "HIP_", "HSA_", "GLOO_"),
@@ -67,7 +67,7 @@ def settings_environment(settings: Settings, groups: frozenset[str]) -> dict[str
 def plain_environment(
     secrets: frozenset[str] = frozenset(), prefixes: tuple[str, ...] = ()
 ) -> dict[str, str]:
-    """The inherited variables of any child, without `secrets`; with those of `prefixes` too."""
+    """The variables that any child inherits, and variables with one of `prefixes`; without `secrets`."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -112,12 +112,13 @@ class Secrets:
         return given
 
     def _read(self, name: str) -> str:
-        """The value of a file, without one line break at its end, or else of a variable. Raises: SecretMissing."""
+        """The value of a secret: its file without a trailing line break, or its variable. Raises: SecretMissing."""
         if self._folder is not None and self._has(name):
             try:
                 data = (self._folder / name).read_bytes()
             except OSError as error:
-                raise SecretMissing(f"the secret {name}: its file: {error.strerror}") from None
+                reason = f"the file of the secret {name} cannot be read ({error.strerror})"
+                raise SecretMissing(reason) from None
             data = data.removesuffix(b"\n").removesuffix(b"\r")
         elif name in self._variables and name in os.environ:
             data = os.fsencode(os.environ[name])
@@ -125,8 +126,7 @@ class Secrets:
             raise SecretMissing(f"this node has no secret {name}")
         if len(data) > MAX_SECRET_BYTES:
             raise SecretMissing(
-                f"the secret {name} has {len(data)} bytes of at most {MAX_SECRET_BYTES}; put a shorter "
-                "one in its place"
+                f"the secret {name} has {len(data)} bytes; store at most {MAX_SECRET_BYTES}"
             )
         if b"\0" in data:
             raise SecretMissing(f"the secret {name} contains a NUL; store text without NUL")

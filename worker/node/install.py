@@ -1,8 +1,8 @@
 """Installs packages from the store, with the Python packages that applications import, and runs them as workers.
 
-Every file is verified when it is fetched, when a node first uses it, and after a change. Files that two
-versions share are fetched once. The Python packages are those of `requirements.lock`, with hashes, from `wheels/` if
-the package has that folder. Only wheels are installed: building a package would run its code outside of any sandbox.
+Every file is verified when it is fetched, when a node first uses it, and after a change. Files that two versions share
+are fetched once. `requirements.lock` pins the Python packages, with hashes; they come from `wheels/` if the package has
+that folder, else from an index. Only wheels are installed: building a package would run its code outside of a sandbox.
 
 Source: pip, "Secure installs".
 """
@@ -74,7 +74,7 @@ from worker.node.resources import find_gpus
 _THREADS = 4
 LOCK = "requirements.lock"
 WHEELS = "wheels/"
-#: Options of a lock file that let pip read no file and build nothing.
+#: Allowed options of a lock file: none of them makes pip read a file or build a package.
 _HARMLESS = re.compile(
     r"(-i|--index-url|--extra-index-url|--trusted-host)[ =]\s*[^\s$]+|--only-binary[ =]:all:|--pre|--prefer-binary"
 )
@@ -98,7 +98,7 @@ def install(
 ) -> tuple[Manifest, Path]:
     """Install a package; returns its manifest and folder. Blocks. Raises: InstallError.
 
-    `signers`: file of the allowed signers. `uses`: keeps the folder until it is closed.
+    `signers`: file of the allowed signers. `uses`: locks the folder until it is closed.
     """
     try:
         manifest = read_manifest(store, digest)
@@ -111,7 +111,7 @@ def install(
             uses.add(folder)
         is_intact = partial(_is_intact, manifest, folder, cache)
         if folder.is_dir() and not is_intact() and cache.discard(folder, is_intact):
-            logger.warning("%s was changed and is installed again", folder)
+            logger.warning("%s was modified; installing it again", folder)
         if not folder.is_dir():
             layers = {layer.digest: layer for layer in manifest.layers}
             cache.make_room(sum(layer.size for layer in _find_missing(layers, cache)), layers)
@@ -190,10 +190,10 @@ def _link(manifest: Manifest, cache: Path, folder: Path) -> None:
             target = temporary / layer.path
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(cache / "blobs" / layer.digest.removeprefix("sha256:"), target)
-            if layer.is_executable:  # another file of the same content may not be
+            if layer.is_executable:  # the blob may come from a file that was not executable
                 target.chmod(0o555)
         for parent, _, _ in os.walk(temporary):
-            os.chmod(parent, 0o755)  # whatever the umask: no other user adds files
+            os.chmod(parent, 0o755)  # regardless of the umask, no other user can add files
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def make_packages(
 ) -> Path | None:
     """Install an application's Python packages; returns their folder, or None. Blocks. Raises: InstallError.
 
-    `uses`: keeps the folder until it is closed. `hidden`: variables that pip does not inherit.
+    `uses`: locks the folder until it is closed. `hidden`: variables that pip does not inherit.
     """
     layers = {layer.path: layer for layer in manifest.layers}
     wheels = [path for path in layers if path.startswith(WHEELS) and path.endswith(".whl")]
@@ -239,7 +239,7 @@ def make_packages(
     where = ["--no-index", "--find-links", str(source / WHEELS)] if wheels else []
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
-        # pip runs in an empty folder: it would import or build files of the package.
+        # In an empty folder: pip would import or build files of the package.
         with cache.filling(), _building(target) as temporary, TemporaryDirectory() as place:
             if LOCK in layers:
                 Path(place, LOCK).write_text(_read_lock(source / LOCK), "utf-8")
@@ -255,7 +255,7 @@ def make_packages(
 def _read_lock(path: Path) -> str:
     """The lines of a lock file, without comments. Raises: OSError; InstallError for paths, URLs and other options.
 
-    With them pip would read files of the node, or build packages.
+    Such lines would make pip read files of the node, or build packages.
     """
     written = path.read_text("utf-8-sig", "replace").splitlines()
     lines = [re.sub(r"(^|\s)#.*", "", line) for line in written]
@@ -298,7 +298,7 @@ def _run_pip(arguments: list[str], folder: str, hidden: frozenset[str], uses: Us
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedWorker:
-    """How to run an installed package. `version`: the digest of the package in its environment."""
+    """How to run an installed package. `version`: the digest of the package and its environment variables."""
 
     name: str
     package: str
@@ -327,7 +327,7 @@ class PackagedWorker:
         return kind
 
     def environment(self, settings: Settings, **worker: Any) -> dict[str, str]:
-        """The environment of the worker. `worker`: settings of its group. Raises: EngineStartError."""
+        """The environment of the worker. `worker`: settings of the group `worker`. Raises: EngineStartError."""
         config = self.manifest.config
         values = dict(config.engine)
         if config.kind != "model":
@@ -349,7 +349,7 @@ class PackagedWorker:
         if "memory_bytes" in taken:
             values["memory_bytes"] = str(self.resources.memory_bytes)
         package = f"{self.name}@{self.package}"
-        if self.version != self.package:  # it has an environment
+        if self.version != self.package:  # the version has environment variables
             package += f"+{short[1:]}"
         settings = settings.model_copy(update={"engine": EngineValues.model_validate(values)})
         settings = settings.changed(worker={"package": package, "lora": (), **worker})
@@ -358,7 +358,7 @@ class PackagedWorker:
 
 
 def run_package(settings: Settings) -> int:
-    """Run a worker of the package of `settings.deploy` until a signal. Returns the exit code."""
+    """Run a worker of the package that `settings.deploy` names until a signal. Returns the exit code."""
     from worker.main import run_worker  # noqa: PLC0415 - not needed by nodes
 
     hide_process()
@@ -373,8 +373,8 @@ def run_package(settings: Settings) -> int:
 def _become(settings: Settings) -> Settings:
     """Install the package, and make this process its worker. Blocks.
 
-    Returns the worker's settings, and replaces the environment of this process with them, because it contains the
-    store's credentials. Raises: EngineStartError, SettingsError.
+    Returns the worker's settings. They replace the environment of this process, which contains the store's
+    credentials. Raises: EngineStartError, SettingsError.
     """
     deploy = settings.deploy
     name, _, package = deploy.package.partition("@")
@@ -382,7 +382,7 @@ def _become(settings: Settings) -> Settings:
         raise SettingsError(
             "VLM_DEPLOY__PACKAGE: write NAME@sha256:... with a digest of 64 hexadecimal digits"
         )
-    # The kernel has no default actions for a container's process 1.
+    # For process 1 of a container, the kernel ignores signals without a handler.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: os._exit(0))
     try:

@@ -52,7 +52,7 @@ class Instance:
     warm: WarmProcess | None = None
 
     def __post_init__(self) -> None:
-        self.engine = ""  #: its kind, once known
+        self.engine = ""  #: the engine's kind, once known
         self._runs_code = False
         self._package = self.revision.package or self.slot.digest
         self.worker_id = f"{self.app}-{self.slot.id}-{os.getpid()}"
@@ -81,7 +81,7 @@ class Instance:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Finish the running requests, then end; a download ends at once."""
+        """Finish the running requests, then end; a running download is aborted."""
         self._uses.is_over = True
         self._draining.set()
 
@@ -158,7 +158,7 @@ class Instance:
             return await warm.become(environment)
         if warm is not None:
             await warm.stop()
-        # Not in the worker's environment, which other processes of this user can read.
+        # Passed in a file, because other processes of this user can read a worker's environment.
         handed: list[int] = []
         if self._runs_code:
             read = self.node.secrets.read

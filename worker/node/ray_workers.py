@@ -1,7 +1,7 @@
-"""Runs workers on a Ray cluster: Ray places each by its processors and GPUs, and this process restarts lost ones.
+"""Runs workers on a Ray cluster: Ray schedules each by its CPUs and GPUs, and this process restarts lost workers.
 
-An actor runs one `vlm worker`, and ends with it. Requests of a lost worker continue elsewhere when their leases expire,
-which does not wait for Ray.
+An actor runs one `vlm worker`, and ends with it. When the leases of a lost worker expire, other workers continue its
+requests; this does not depend on Ray.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _CONNECT_WITHIN_S = 5.0
 
 
 class WorkerActor:
-    """One worker process on a node; Ray has set the GPUs that it may use."""
+    """One worker process on a node. It inherits the variable with which Ray assigns GPUs."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -40,7 +40,7 @@ class WorkerActor:
         )
 
     def wait(self) -> int:
-        """The exit code of the worker, when it ends."""
+        """Wait until the worker ends. Returns its exit code."""
         return self._process.wait()
 
     def drain(self) -> None:
@@ -48,7 +48,7 @@ class WorkerActor:
 
 
 class RayWorkers:
-    """Keeps `num_workers` workers on a cluster."""
+    """Keeps `num_workers` workers running on a cluster."""
 
     def __init__(self, ray: Any, settings: Settings, num_workers: int) -> None:
         """Raises: SettingsError."""
@@ -62,12 +62,12 @@ class RayWorkers:
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Keep the workers until a signal, then drain them."""
+        """Keep the workers running until a signal, then drain them."""
         on_stop_signal(self._stopping.set)
         keeping = [asyncio.create_task(self._keep(n)) for n in range(1, self._num_workers + 1)]
         await self._stopping.wait()
         drains = [actor.drain.remote() for actor in self._actors.values()]
-        # With an error for an actor that is lost.
+        # The call of a lost actor fails.
         await asyncio.gather(*drains, return_exceptions=True)
         await asyncio.wait(keeping, timeout=self._settings.worker.drain_s + _KILL_AFTER_S)
         for task in keeping:
@@ -82,7 +82,7 @@ class RayWorkers:
             if self._stopping.is_set():
                 break
             pause_s = pauses.next_s()
-            logger.warning("worker %d %s; again in %.1f s", number, end, pause_s)
+            logger.warning("worker %d %s; restarting in %.1f s", number, end, pause_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stopping.wait()
@@ -112,9 +112,9 @@ class RayWorkers:
 def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
     """Keep workers on the cluster at `address` until a signal. Returns the exit code. Raises: SettingsError."""
     try:
-        ray: Any = import_module("ray")  # an extra
+        ray: Any = import_module("ray")  # an optional dependency
     except ModuleNotFoundError:
-        raise SettingsError("--ray needs a package: pip install '.[ray]'") from None
+        raise SettingsError("--ray needs the package 'ray': pip install '.[ray]'") from None
     _check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -126,10 +126,10 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
 
 
 def _check_address(address: str) -> None:
-    """Raises: SettingsError if nothing listens there; Ray would try for minutes."""
+    """Raises: SettingsError if nothing listens at the address. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "//" in address or not port.isdecimal():
-        return  # `auto`, or an address of Ray's own form
+        return  # `auto`, or an address in Ray's own format
     try:
         socket.create_connection((host, int(port)), _CONNECT_WITHIN_S).close()
     except (OSError, OverflowError) as error:
@@ -139,9 +139,9 @@ def _check_address(address: str) -> None:
 
 
 def num_gpus(settings: Settings, num_there: float) -> float:
-    """GPUs of a worker: those that share its model, or one if the cluster has any and the engine can use it."""
+    """GPUs of a worker: `tensor_parallel`, or 1 if the cluster has GPUs and the engine can use one."""
     engine = read_engine_settings(settings)
-    if getattr(engine, "url", ""):  # of a server that runs already
+    if getattr(engine, "url", ""):  # the server runs outside of the worker
         return 0.0
     if (sharing := getattr(engine, "tensor_parallel", 0)) > 0:
         return sharing

@@ -1,4 +1,4 @@
-"""GPUs and memory of a machine, and memory of the instances on it. Asks no driver: the supervisor loads no torch.
+"""GPUs and memory of a machine, and memory of its instances, read from the kernel: the supervisor loads no torch.
 
 Source: proc(5), `RssAnon` and `RssShmem`; cgroups(7), `memory.max` and version 1's `memory.limit_in_bytes`.
 """
@@ -20,7 +20,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def room_bytes(groups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory of the machine, or of its container."""
+    """Memory of the machine, or of its container if that has a lower limit."""
     found = [psutil.virtual_memory().total]
     for name in _LIMITS:
         with suppress(OSError, ValueError):  # missing, or `max`
@@ -37,7 +37,7 @@ def used_bytes(pid: int) -> int:
     own = shared = 0
     for process in processes:
         with suppress(OSError):
-            status = Path(f"/proc/{process.pid}/status").read_bytes()  # a name may be any bytes
+            status = Path(f"/proc/{process.pid}/status").read_bytes()  # may not be UTF-8
             found = {kind: int(size) * 1024 for kind, size in _RESIDENT.findall(status)}
             own += found.get(b"Anon", 0)
             shared = max(shared, found.get(b"Shmem", 0))
@@ -65,13 +65,13 @@ def find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> l
 
 
 def share_gpus(gpus: Sequence[str], num_workers: int, num_per_worker: int) -> list[dict[str, str]]:
-    """Variables that assign GPUs to workers, round-robin if there are too few, none for one GPU. Raises: NodeError."""
+    """Variables that assign GPUs to workers, round-robin if GPUs are too few; empty for one GPU. Raises: NodeError."""
     if len(gpus) < 2:
         return [{} for _ in range(num_workers)]
     if num_per_worker > len(gpus):
         raise NodeError(
-            f"--tensor-parallel {num_per_worker} wants {num_per_worker} GPUs, and there are {len(gpus)}: give at "
-            f"most {len(gpus)}",
+            f"--tensor-parallel {num_per_worker} needs {num_per_worker} GPUs, and this machine has {len(gpus)}: give "
+            f"at most {len(gpus)}",
             os.EX_CONFIG,
         )
     num_groups = len(gpus) // num_per_worker

@@ -60,8 +60,8 @@ def run_node(
 ) -> int:
     """Run Redis (unless its URL is set), workers and a gateway until a signal. Returns the exit code.
 
-    `search`: also a search process, unless its URL is set. `also`: other models, each with a worker on the CPU.
-    `ray`: address of the cluster that runs the workers; empty: this machine.
+    `search`: also run a search process, unless its URL is set. `also`: other models, each with a worker on the CPU.
+    `ray`: address of the Ray cluster that runs the workers; empty: this machine.
     """
     if ray:
         _check_reachable(settings)
@@ -71,7 +71,7 @@ def run_node(
             check_installed(values)
     except EngineStartError as error:
         raise SettingsError(str(error)) from None
-    if settings.logs.level is None:  # the screen is for the user
+    if settings.logs.level is None:  # info logs would hide the screen with examples
         settings = settings.changed(logs={"level": "warning"})
     setup_logging(settings.logs, "serve")
     gateway = settings.gateway
@@ -113,9 +113,9 @@ def run_node(
 
 
 def _with_deployments(settings: Settings, folder: Path) -> Settings:
-    """A store, a cache and a deploy key in the data directory, unless they are set.
+    """Add a package store, a cache and a deploy key in the data directory, unless they are set.
 
-    Any user who can read the key's file may deploy; `vlm deploy` on this machine finds it.
+    Any user who can read the key's file may deploy; `vlm deploy` on this machine finds the file.
     """
     deploy = {
         "store": settings.deploy.store or f"file://{folder / 'packages'}",
@@ -153,7 +153,7 @@ def _deploy_key(folder: Path) -> str:
 
 @contextmanager
 def _key_by_port(by_port: Path, folder: Path) -> Iterator[None]:
-    """Link the key where `vlm deploy` looks, if it is in another data directory and the home can be written."""
+    """Link the deploy key into the directory that `vlm deploy` reads, if they differ and the home is writable."""
     link, key = by_port / "data-dir.key", folder / "deploy.key"
     with suppress(OSError):
         link.unlink(missing_ok=True)  # left by a killed process
@@ -207,7 +207,7 @@ async def keep_running(redis: EmbeddedRedis) -> None:
             await asyncio.sleep(REDIS_POLL_S)
         pause_s = pauses.next_s()
         logger.warning(
-            "redis %s; again in %.1f s; its log is %s",
+            "redis %s; restarting in %.1f s; its log is %s",
             describe_end(code), pause_s, redis.log_path,
         )  # fmt: skip
         await asyncio.sleep(pause_s)
@@ -231,7 +231,7 @@ def create_node(
     gateway_environment = child_environment(settings, GATEWAY_GROUPS, HUB_SECRETS)
     engine = read_engine_settings(settings)
     _check_names(settings, also)
-    num_sharing = getattr(engine, "tensor_parallel", 0)  # 0: an engine in this process
+    num_sharing = getattr(engine, "tensor_parallel", 0)  # 0: the engine runs in the worker process
     if num_workers > 1 and getattr(engine, "num_threads", None) == 0:
         threads = max(1, (os.cpu_count() or 1) // num_workers)
         worker_environment["VLM_ENGINE__NUM_THREADS"] = str(threads)
@@ -273,8 +273,8 @@ def _check_names(settings: Settings, also: Sequence[str]) -> None:
     for model in also:
         if (name := default_name(model)) in names:
             raise NodeError(
-                f"--also {model}: a model called {name} is served already; leave it out, or rename "
-                "that of --model with --served-name",
+                f"--also {model}: a model named {name} is already served; remove the option, or rename "
+                "the model of --model with --served-name",
                 os.EX_CONFIG,
             )
         names.add(name)
@@ -291,7 +291,7 @@ def read_engine_settings(settings: Settings) -> EngineSettings:
 async def wait_until_served(
     settings: Settings, num_models: int, search: bool = False
 ) -> list[dict[str, Any]]:
-    """Wait until this many models have workers, and show the progress; returns them, the newest first.
+    """Wait until `num_models` models have workers, and show the progress; returns the models, the newest first.
 
     Deployments and adapters do not count. `search`: wait for the search process too.
     """
@@ -303,7 +303,7 @@ async def wait_until_served(
         with console.status("starting") as status:
             while True:
                 models: list[dict[str, Any]] = []
-                with suppress(httpx.HTTPError):  # the gateway starts, or it or Redis is busy
+                with suppress(httpx.HTTPError):  # the gateway is starting, or it or Redis is busy
                     if (await client.get("/readyz?workers=1")).is_success:
                         if search:
                             (await client.get("/v1/vector_stores")).raise_for_status()
@@ -332,7 +332,6 @@ def tell_apart(
     """Separate the model of --model from those of --also."""
     others = []
     if also:
-        # The hub's client is slow to import.
         from engines.packages.resolve import default_name  # noqa: PLC0415
 
         names = {default_name(model) for model in also}
@@ -342,7 +341,7 @@ def tell_apart(
 
 
 def find_port(host: str, port: int) -> int:
-    """The port, if it is free; for 0 a free one. Raises: NodeError."""
+    """Check that the port is free, or choose a free one for port 0. Raises: NodeError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         if port:
@@ -369,7 +368,7 @@ def show_screen(
     num_workers: int,
     others: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Print what runs, and commands to try it."""
+    """Print the served models and addresses, and commands to try them."""
     url, name = base_url(settings), model["id"]
     is_managed = settings.gateway.root_key is not None
     needs_key = bool(settings.gateway.api_keys) or is_managed

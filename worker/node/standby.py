@@ -1,7 +1,7 @@
 """A warm process has imported an engine and waits for a model, so that a deployment at zero instances starts faster.
 
-A node has one while a deployment that ran there has zero instances. The environment of a worker, as one line on its
-stdin, turns it into that worker.
+A node keeps one while a deployment that ran there has zero instances. It becomes a worker when it reads the worker's
+environment, one line of JSON, from its stdin.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class WarmProcess:
         return self._process.returncode is None
 
     async def become(self, environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-        """Make it a worker with this environment."""
+        """Turn the process into a worker with this environment."""
         assert self._process.stdin is not None
         with suppress(OSError):  # it has ended; the caller handles that
             self._process.stdin.write(json.dumps(dict(environment)).encode() + b"\n")
@@ -53,14 +53,14 @@ class Standby:
         self._not_before = 0.0
 
     async def keep(self, kind: str | None) -> None:
-        """Ensure a warm process for this engine, or none. Failures are retried after a pause."""
+        """Keep one warm process of the engine `kind`, or no process if None. Failures are retried after a pause."""
         warm = self._warm
         if warm is not None and (warm.kind != kind or not warm.is_alive):
             self._warm = None
             if not warm.is_alive:
                 pause_s = self._pauses.next_s()
                 self._not_before = time.monotonic() + pause_s
-                logger.warning("the warm process ended; again in %.1f s", pause_s)
+                logger.warning("the warm process ended; restarting in %.1f s", pause_s)
             await warm.stop()
         if kind is not None and self._warm is None and time.monotonic() >= self._not_before:
             self._pauses.started()
@@ -76,7 +76,7 @@ class Standby:
 
 
 def main(kind: str, parent: int) -> int:
-    """Returns the exit code."""
+    """Import the engine, wait for an environment, and run the worker. Returns the exit code."""
     from engines.registry import engine_kinds  # noqa: PLC0415 - the node does not need these
     from shared.process import die_with_parent  # noqa: PLC0415
     from shared.settings import SettingsError  # noqa: PLC0415

@@ -1,7 +1,7 @@
 """The supervisor of one machine: starts processes by their `vlm` command lines, watches them, drains them in order.
 
-A process that ends is started again, with growing pauses. Until all processes are ready, the node ends if a process
-fails three times, or if a process that `must_start`, the gateway, fails once: its port or its settings are wrong.
+Processes that end are restarted with exponential backoff. Until all processes are ready, the node ends if a process
+fails three times, or if the gateway (`must_start`) fails once, because its port or settings are wrong.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from shared.process import Pauses
 
 logger = logging.getLogger(__name__)
 
-MAX_LINE_BYTES = 64 * 1024  #: of a child's stderr
-MAX_STARTS = 3  #: of a process, until all are ready
+MAX_LINE_BYTES = 64 * 1024  #: maximum length of a line of a child's stderr
+MAX_STARTS = 3  #: maximum starts of a process until all processes are ready
 
 
 class NodeError(Exception):
-    """The node could not start or had to stop; the message says why and what to do.
+    """The node could not start or had to stop; the message has the reason and the remedy.
 
     `exit_code`: exit code of `vlm serve`. The message is empty if the failed process has logged the reason.
     """
@@ -105,7 +105,7 @@ class Child:
 class Node:
     """Processes in the order of their start; the last one is drained first.
 
-    `wait_until_ready` returns when all are ready; `on_ready` gets its result. `stop_within_s`: time for each to drain.
+    `wait_until_ready` returns when all processes are ready. `stop_within_s`: time for each process to drain.
     """
 
     children: list[Child]
@@ -115,7 +115,7 @@ class Node:
     was_ready: bool = False
 
     async def run(self, on_ready: Callable[[Any], None]) -> None:
-        """Start all, call `on_ready` when they are ready, stop all at the end. Raises: NodeError."""
+        """Start all, call `on_ready` with the result of `wait_until_ready`, stop all at the end. Raises: NodeError."""
         try:
             for child in self.children:
                 await child.start()
@@ -150,12 +150,12 @@ class Node:
                 hint = "; see its last log lines" if code > 0 else ""
                 raise NodeError(f"{child.name} {end}{times} before it was ready{hint}")
             pause_s = child.pauses.next_s()
-            logger.warning("%s %s; again in %.1f s", child.name, end, pause_s)
+            logger.warning("%s %s; restarting in %.1f s", child.name, end, pause_s)
             await asyncio.sleep(pause_s)
             await child.start()
 
     async def stop(self) -> None:
-        """Stop the last first, so that a gateway can finish with its workers; kill those that exceed their time."""
+        """Stop the last process, the gateway, before the workers that its requests need. Kill late processes."""
         *others, last = self.children
         await self._stop(last)
         await asyncio.gather(*(self._stop(child) for child in others))

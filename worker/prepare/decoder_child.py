@@ -1,9 +1,9 @@
 """A child process of the worker that decodes untrusted images, one after another.
 
-It has no keys and no address of Redis, its memory and CPU time are limited, and where the kernel supports it, it
-cannot open files or sockets. It may crash on an image.
-The file is in a memory that the worker shares, and its RGB pixels or an error message take its place. A request on the
-socket is the file's size and the admitted width and height; an answer is width, height and the length of the error.
+The child has neither API keys nor the address of Redis, and its memory and CPU time are limited. Where the kernel
+supports it, the child cannot open files or sockets. An image that crashes the child fails alone.
+The worker writes a file to shared memory, and the child overwrites it with RGB pixels or an error message. A request on
+the socket is the file's size and the admitted width and height; an answer is width, height and length of the error.
 """
 
 import io
@@ -67,7 +67,7 @@ def load_decoders() -> None:
 def run(load: Callable[[], None], serve: Callable[..., None]) -> None:
     """Load, enter the sandbox, and serve.
 
-    Arguments: file descriptor of the socket, limits of memory in bytes and CPU in s, further file descriptors.
+    Command line: file descriptor of the socket, limits of memory in bytes and of CPU time in s, other file descriptors.
     """
     number, max_bytes, max_cpu_s, *fds = map(int, sys.argv[1:])
     load()

@@ -1,7 +1,7 @@
 """Decodes images in sandboxed child processes, because files are untrusted and may attack the decoder.
 
-Called from the threads of `Preprocessor`; each call has its own child. If a child dies or takes too long, only its
-file fails. Such a child, and one that has decoded many files, is replaced.
+Threads of `Preprocessor` call the pool; each call has its own child. If a child dies or takes too long, only its
+current file fails, and the child is replaced. A child is also replaced after many files.
 """
 
 import logging
@@ -31,7 +31,7 @@ TOO_LONG = "The image takes too long to decode: send a smaller or simpler one."
 TOO_LARGE = "The image is larger than this worker's limits: send a smaller one."
 _BASE_BYTES = 512 * 1024 * 1024  #: address space of an idle child, with its libraries
 _BYTES_PER_PIXEL = 32  #: a decoded image, its copies with transparency composited, and the answer
-_WAITING_RATIO = 3.0  #: limit of the wall time, as a multiple of the CPU time
+_WAITING_RATIO = 3.0  #: limit of the wall time, as a multiple of the limit of the CPU time
 _SOCKET_BYTES = 1024 * 1024
 _KEPT_BYTES = 4 * 1024 * 1024  #: a child's shared memory is freed after larger images
 _MAX_ERROR_BYTES = 1024
@@ -53,7 +53,7 @@ class Child(ChildProcess):
 
     @contextmanager
     def talking(self, cannot_decode: str, too_long: str) -> Iterator[None]:
-        """A block that uses the socket. Raises: InvalidImage if the child is lost in it."""
+        """Convert failures of the child within the block. Raises: InvalidImage if the child dies or is too slow."""
         try:
             self.wait_until_ready()
             yield
@@ -80,7 +80,7 @@ class ChildPool:
         self._max_bytes = max_bytes
         self._max_cpu_s = max_cpu_s
         self.timeout_s = _WAITING_RATIO * max_cpu_s
-        self._idle: SimpleQueue[Child | None] = SimpleQueue()  # None: a child to be started
+        self._idle: SimpleQueue[Child | None] = SimpleQueue()  # None: a child to start
         self._children: set[Child] = set()
         self._is_closed = False
         for _ in range(num_processes):
@@ -114,7 +114,7 @@ class ChildPool:
         return child
 
     def _replace(self, child: Child) -> Child | None:
-        """End a child and start another ahead of its use."""
+        """End a child, and start its replacement before it is needed."""
         self._children.discard(child)
         child.close()
         try:
@@ -131,7 +131,7 @@ class ChildPool:
 
 
 class DecoderPool(ChildPool):
-    """Decodes images. Files and pixels are in a memory that a child shares."""
+    """Decodes images. Files and pixels are passed in memory that this process shares with each child."""
 
     module = decoder_child.__name__
     max_files = 1000

@@ -1,7 +1,7 @@
 """Preparation of claimed calls for the engine: fetches and decodes images, renders and tokenizes prompts.
 
-It runs in threads for images and threads for text, off the event loop and the engine's thread. Images may be decoded
-in other processes. Tenants are scheduled round-robin.
+Images, media and long texts are prepared in separate thread pools, short texts on the event loop. Media are decoded in
+other processes, images too if so configured. Tenants are scheduled round-robin.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ class ImageRefused(RequestError):
 
 @dataclass
 class MediaCounts:
-    """Counts of decoded videos and audio. Units: seconds."""
+    """Totals of decoded videos and audio. Units: seconds."""
 
     length_s: float = 0.0
     decode_s: float = 0.0  #: CPU time of the decoders
@@ -109,8 +109,8 @@ class Preprocessor:
     ) -> EngineInput | Tokenization:
         """The engine's input for a call, or the complete result of a tokenization. Raises: RequestError.
 
-        `num_published`: output tokens that earlier attempts published, with or without ids. `note_media` is called
-        with the seconds until the media of a request with a video or audio are decoded.
+        `num_published`: output tokens that earlier attempts published, with or without ids. `note_media` gets the
+        seconds that decoding took, if the request has a video or audio.
         """
         task, tenant = request.task, request.tenant
         num_chars = sum([len(text) for text in task.texts()])
@@ -344,11 +344,11 @@ def check_grammar(grammar: Grammar, engine: Capabilities, limits: LimitSettings)
     is_lark = grammar.kind == "lark"
     most = limits.max_grammar_bytes if is_lark else limits.max_schema_bytes
     if len(grammar.source.encode()) > most:
-        raise InvalidRequest(f"send at most {most} bytes", grammar.param)
+        raise InvalidRequest(f"the grammar is too large: send at most {most} bytes", grammar.param)
 
 
 def check_limits(task: Task, num_chars: int, limits: LimitSettings) -> None:
-    """Check the limits again: the gateway may have others. `num_chars`: of its text. Raises: InvalidRequest."""
+    """Check the limits again: the gateway's may differ. `num_chars`: length of all texts. Raises: InvalidRequest."""
     for what, count, most in _bounds(task, num_chars, limits):
         if count > most:
             raise InvalidRequest(f"the request has {count} {what}: send at most {most}")
@@ -398,7 +398,7 @@ class PixelCache:
         self._being_made: dict[str, asyncio.Task[Any]] = {}
 
     async def get(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
-        """The pixels of a hash; `make` returns them and their size if they are not cached. Raises: what `make` raises."""
+        """The pixels of a hash. If they are not cached, `make` returns them and their bytes. Raises: as `make`."""
         if image_hash in self._kept:
             self._kept.move_to_end(image_hash)
             return self._kept[image_hash][0]

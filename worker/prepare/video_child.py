@@ -3,7 +3,7 @@
 For each file, the worker sends a head (`Head` or `AudioHead`) and the file's descriptor; the child answers with
 `VideoInfo` or `AudioInfo`. For a video, the worker then sends times as JSON, and the child answers with the size of
 each frame, whose pixels follow. For audio, the worker sends a rate, and the child answers with messages of samples,
-the last one empty. An answer is a status (`VALUE` or `REFUSAL`) and a message; a refusal ends the file.
+the last one empty. An answer is a status (`VALUE` or `REFUSAL`) and a message; after a refusal, the next file follows.
 """
 
 import io

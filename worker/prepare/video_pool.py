@@ -56,7 +56,7 @@ class AudioHead(msgspec.Struct, frozen=True, tag="audio"):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """An `InvalidImage`."""
+    """An `InvalidImage` that the child reports."""
 
     message: str
     param: str | None
@@ -92,7 +92,7 @@ class VideoPool(ChildPool):
 
     @contextmanager
     def open(self, file: IO[bytes], ref: ImageRef) -> Iterator["DecodedVideo"]:
-        """Open a video for the block. Raises: InvalidImage; OSError if no child can be started."""
+        """Open a video within the block. Raises: InvalidImage; OSError if no child can be started."""
         options = ref.video or VideoOptions()
         limits = FrameLimits(
             self._limits.max_frame_pixels,
@@ -122,9 +122,9 @@ class VideoPool(ChildPool):
     def open_audio(
         self, file: IO[bytes], ref: ImageRef, max_segment_s: float = 0.0
     ) -> Iterator["DecodedAudio"]:
-        """Open audio for the block. Raises: InvalidImage; OSError if no child can be started.
+        """Open audio within the block. Raises: InvalidImage; OSError if no child can be started.
 
-        `max_segment_s`: `info` then has segments of at most this length; 0: no segments.
+        `max_segment_s`: maximum length of the segments in `info`; 0: no segments.
         """
         limits = self._limits
         head = AudioHead(
@@ -148,7 +148,7 @@ class VideoPool(ChildPool):
     def _ask(
         self, child: Child, head: Head | AudioHead, file: IO[bytes], kind: type[Any]
     ) -> tuple[Any, float]:
-        """Send a file. Returns: its info, and the time limit of decoding. Raises: InvalidImage; as `_receive`."""
+        """Send a file. Returns its info, and the `time.monotonic` at which decoding must end. Raises: as `_receive`."""
         until = time.monotonic() + self.timeout_s
         child.socket.settimeout(self.timeout_s)
         send_message(child.socket, msgspec.json.encode(head))
@@ -189,7 +189,7 @@ class DecodedAudio(OpenAudio):
 
 @dataclass(eq=False)
 class DecodedVideo(OpenVideo):
-    """A video in a child process. `indices` and `size`: of the frames that were decoded."""
+    """A video in a child process. `indices` and `size` describe the decoded frames; `indices` is None before."""
 
     _child: Child
     info: VideoInfo

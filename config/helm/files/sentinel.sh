@@ -1,20 +1,20 @@
 #!/bin/sh
-# One of several Redis servers (`sentinel.sh server`, further arguments are options of redis-server), or the Sentinel
-# beside it (`sentinel.sh sentinel`). Both work in the directory of their volume.
+# Starts one of several Redis servers (`sentinel.sh server`; further arguments are options of redis-server), or its
+# Sentinel (`sentinel.sh sentinel`). Both run in the directory of their volume.
 #
-# SELF: the host name of this server. PEERS: those of all, the first of which begins as the primary.
-# REDIS_REPLICA_PASSWORD: by which replicas and Sentinels know each other. The others are those of start.sh.
+# SELF: the host name of this server. PEERS: the host names of all servers; the first is the initial primary.
+# REDIS_REPLICA_PASSWORD: authenticates replicas and Sentinels. start.sh describes the other passwords.
 set -eu
 umask 077
 here=$(dirname "$0")
 kept=$PWD/sentinel.conf
 
-# The primary: as another Sentinel says, for the one here may have missed a failover; else as the Sentinel on this
-# volume knew last; else the first server.
+# Prints the host of the primary: from another Sentinel, because the Sentinel of this volume can have missed a failover;
+# without an answer, the last primary that this Sentinel stored; in a new fleet, the first server.
 find_primary() {
     for peer in $PEERS; do
         [ "$peer" != "$SELF" ] || continue
-        # Two lines, host and port; an error has one.
+        # A reply has two lines, host and port. An error has one line.
         said=$(timeout 2 redis-cli -h "$peer" -p 26379 sentinel get-master-addr-by-name fleet 2>/dev/null) || continue
         if [ "$(echo "$said" | sed -n 2p)" = 6379 ]; then
             echo "$said" | sed -n 1p
@@ -29,7 +29,7 @@ find_primary() {
 }
 
 primary=$(find_primary)
-password=${REDIS_REPLICA_PASSWORD:?the password of replicas and Sentinels}
+password=${REDIS_REPLICA_PASSWORD:?set the password of replicas and Sentinels}
 digest=$(printf %s "$password" | sha256sum | cut -d ' ' -f 1)
 unset REDIS_REPLICA_PASSWORD
 
@@ -56,8 +56,8 @@ END
     exec sh "$config/start.sh" "$@"
 fi
 
-# What Sentinel writes there itself is kept, but for users and passwords. Whoever has no password may ask for the
-# primary, and nothing else.
+# Keep Sentinel's own lines in the file; replace users, passwords and the timeout. A client without a password can only
+# look up the primary.
 if [ ! -f "$kept" ]; then
     cat >"$kept" <<END
 port 26379

@@ -1,4 +1,4 @@
-{{/* Of every object: root, apiVersion, kind, name, app. */}}
+{{/* Head of an object. Arguments: root, apiVersion, kind, name, app. */}}
 {{- define "fleet.head" -}}
 {{- $root := index . 0 -}}
 apiVersion: {{ index . 1 }}
@@ -13,7 +13,7 @@ metadata:
     helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- end }}
 
-{{/* A pod that follows the Pod Security Standard `restricted`. root, user, grace; volumes: whether it has any of its own. */}}
+{{/* Pod under the Pod Security Standard `restricted`. Arguments: root, user, grace; volumes: true sets fsGroup. */}}
 {{- define "fleet.pod" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -34,7 +34,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Pods on different hosts, where there are several. Labels. */}}
+{{/* Spreads pods over the hosts. Argument: labels of the pods. */}}
 {{- define "fleet.spread" -}}
 topologySpreadConstraints:
   - maxSkew: 1
@@ -50,19 +50,19 @@ securityContext:
   capabilities: { drop: [ALL] }
 {{- end }}
 
-{{/* The image of the fleet. root, tag. */}}
+{{/* Image of the fleet. Arguments: root, tag. */}}
 {{- define "fleet.image" -}}
 image: "{{ .root.Values.image.repository }}:{{ .tag }}"
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- end }}
 
-{{/* A variable from the Secret. root, name, key. */}}
+{{/* Environment variable from the Secret. Arguments: root, name, key. */}}
 {{- define "fleet.secret" -}}
 - name: {{ .name }}
   valueFrom: { secretKeyRef: { name: {{ .root.Values.secret }}, key: {{ .key }} } }
 {{- end }}
 
-{{/* Settings. root; env: by name; secretEnv: keys of the Secret by name. */}}
+{{/* Environment variables. Arguments: root; env: values by name; secretEnv: keys of the Secret by name. */}}
 {{- define "fleet.env" -}}
 {{- range $name, $value := .env }}
 - { name: {{ $name }}, value: {{ quote $value }} }
@@ -72,7 +72,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- end }}
 {{- end }}
 
-{{/* Where Redis is. root; user: of Redis. */}}
+{{/* URL and password of Redis. Arguments: root; user: Redis user of the pod. */}}
 {{- define "fleet.redis" -}}
 {{- $redis := .root.Values.redis -}}
 {{- include "fleet.secret" (dict "root" .root "name" "REDIS_PASSWORD" "key" (printf "redis-%s-password" .user)) }}
@@ -87,7 +87,7 @@ imagePullPolicy: {{ .root.Values.image.pullPolicy }}
 {{- end }}
 {{- end }}
 
-{{/* A claim for each pod. name: of the volume; storage. */}}
+{{/* Volume claim of each pod, named `data`. Argument: storage. */}}
 {{- define "fleet.claim" -}}
 volumeClaimTemplates:
   - metadata: { name: data }
@@ -99,7 +99,7 @@ volumeClaimTemplates:
       resources: { requests: { storage: {{ .size }} } }
 {{- end }}
 
-{{/* The way to Redis, as a rule of egress. */}}
+{{/* Egress rule of a network policy that allows connections to Redis. Argument: root. */}}
 {{- define "fleet.redisEgress" -}}
 {{- if .Values.redis.url }}
 - ports:
@@ -116,7 +116,7 @@ volumeClaimTemplates:
 {{- end }}
 {{- end }}
 
-{{/* What files/sentinel.sh asks for. */}}
+{{/* Environment variables of files/sentinel.sh. Argument: root. */}}
 {{- define "fleet.peers" -}}
 {{ include "fleet.secret" (dict "root" . "name" "REDIS_REPLICA_PASSWORD" "key" "redis-replica-password") }}
 - { name: POD, valueFrom: { fieldRef: { fieldPath: metadata.name } } }

@@ -242,11 +242,14 @@ class ImageEncoder:
     def _encode(self, missing: dict[ImageKey, _Missing]) -> Set[ImageKey]:
         """Encode missing images in batches. Returns the keys of those for which the cache has no room in this step."""
         waiting = list(missing.items())
-        for start in range(0, len(waiting), self._max_batch):
-            part = waiting[start : start + self._max_batch]
+        while waiting:
+            slots = [each.image.num_slots for _, each in waiting[: self._max_batch]]
+            while not (fits := self.cache.reserve(sum(slots))) and len(slots) > 1:
+                slots.pop()
+            if not fits and len(waiting) < len(missing):
+                return {key for key, _ in waiting}
+            part, waiting = waiting[: len(slots)], waiting[len(slots) :]
             images = [each.image for _, each in part]
-            if not self.cache.reserve(sum(image.num_slots for image in images)) and start > 0:
-                return {key for key, _ in waiting[start:]}
             with _fitting(part[0][1] if len(part) == 1 else None):
                 features = self._model.encode(images, self._device, self._dtype)
             # also waits for the GPU, because its time would otherwise count as prefill

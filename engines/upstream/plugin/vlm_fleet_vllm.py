@@ -82,7 +82,7 @@ class ContinueAnswer(LogitsProcessor, ProcessorV2):
     # Runner V1: rows are requests
 
     def update_state(self, batch_update: Any) -> None:
-        """Follow the batch. The lists of output tokens are shared with the runner."""
+        """Track changes of the batch. The lists of output tokens are shared with the runner."""
 
         def begin(params: Any, prompt_ids: list[int] | None, output_ids: list[int]) -> Any:
             answer = self._begin(params)

@@ -1,6 +1,6 @@
--- Remove a holder of a blob. The blob stays until its other holders expire, or a short while if there are none.
+-- Remove a holder of a blob. The blob expires with its last other holder; without holders, after linger_ms.
 -- KEYS: blob, holders    args: holder, linger_ms
--- Returns the blob's time to live in milliseconds.
+-- Returns the blob's previous time to live in milliseconds.
 local args = cmsgpack.unpack(ARGV[1])
 local blob, holders = KEYS[1], KEYS[2]
 redis.call('ZREM', holders, args.holder)

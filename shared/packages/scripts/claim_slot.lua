@@ -1,5 +1,4 @@
--- Claim the first of some slots that is not claimed. A claim expires, and becomes permanent when the node reports the slot
--- in its record.
+-- Claim the first unclaimed slot of args.ids. The claim expires, unless the node reports the slot in its record before.
 -- KEYS: claims    args: ids, node, lease_ms, ttl_ms
 -- Returns the position of the claimed slot among the ids, from 1; 0 if no slot is free.
 local args = cmsgpack.unpack(ARGV[1])

@@ -1,7 +1,7 @@
-"""The Lua scripts: every change of a request's state is one of them.
+"""The Lua scripts of the queue: each change of a request's state is one script.
 
-Each script is idempotent and fenced by the attempt number, so that it may be sent again after a lost reply. The head of
-each file has its keys, named arguments (one MessagePack map), raw bytes and reply.
+Each script is idempotent and fenced by the attempt number, so that it can be sent again after a lost reply. The head of
+each file lists its keys, named arguments (one MessagePack map), raw bytes and reply.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ NOTE_SHARD = _load("note_shard")
 CANCEL = _load("count_usage", "wake", "cancel")
 FAIL = _load(
     "count_usage", "wake", "fail", "cancel"
-)  # by nodes alone: gateways may not write to logs
+)  # only nodes run it: the ACL denies gateways RPUSH
 STATES = _load("states")
 REFUND = _load("refund")
 RENEW = _load("renew")

@@ -1,5 +1,5 @@
--- Cancel calls, or fail them if a failure is given (`fail.lua`). Their entries leave the queue at once,
--- so that they are not claimed; a worker that runs one learns it at its next publish, or by its stream of wakeups.
+-- Cancel calls, or fail them if a failure is given (`fail.lua`). The entries leave the queue immediately, so that no worker
+-- claims them. The next publish of a worker that runs such a call reports it, and so does the worker's stream of wakeups.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
 -- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of
 --   `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or of `fail.lua`
@@ -12,7 +12,7 @@ local states = {}
 local time = redis.call('TIME')
 local now_ms = string.format('%d', time[1] * 1000 + math.floor(time[2] / 1000))
 
--- The worker may still run the call for a moment: `crash_tenants.lua` counts its tenant until then.
+-- The worker can run the call for a little longer. If it crashes meanwhile, `crash_tenants.lua` counts the call's tenant.
 local function note_tenant(request, worker)
   local r = redis.call('HMGET', request, 'begun', 'tenant')
   if r[1] ~= '1' then return end

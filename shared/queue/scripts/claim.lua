@@ -1,17 +1,17 @@
 -- Claim requests for a worker, each under its next attempt number, which fences all earlier attempts.
--- KEYS: queue, then request and log of one request to claim; without these: claim all of the worker's last read
+-- KEYS: queue, then request and log of one request to claim; with only the queue: claim all of the worker's last read
 -- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (time to live of a preferred
 --   worker), wakeups (prefix of the keys of streams, `wake.lua`); for one: read_nonce (nonce of this worker's reads);
---   for all: count, requests and logs (prefixes of their keys), and `entry` is the last one that was claimed before
+--   for all: count, requests and logs (prefixes of their keys), and `entry` is the last claimed entry
 -- Returns for one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...}. Verdicts:
 --   ok | expired (deadline passed) | kills_workers (max_attempts crashes) | exhausted (max_losses lost workers),
 -- or {unknown}: the entry has no live request, and is removed.
--- Returns for all one flat list of entry, id, length of the reply, reply..., without those that are claimed already:
--- before version 7, Redis sends each nested table of a reply by a write of its own.
--- Poison detection: `failures` is the crash count. An attempt that began and was lost, and was not released, counts: the
--- first attempt wherever it was; later ones only within `cleared_after` new tokens, for which the request runs alone.
--- The first attempt begins as it is claimed, later ones by `begin.lua`, so that a request that waits to run alone does
--- not count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
+-- Returns for all one flat list of entry, id, length of the reply, reply..., without entries that are already claimed:
+-- before version 7, Redis sends each nested table of a reply in a separate write.
+-- Poison detection: `failures` is the crash count. It counts attempts that began, were lost, and were not released. The
+-- first loss always counts; further losses count only within `cleared_after` new tokens, while the request runs alone.
+-- A first attempt begins with its claim, later attempts with `begin.lua`, so that a request that waits to run alone does not
+-- count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
 local args = cmsgpack.unpack(ARGV[1])
 local queue, group, worker, nonce = KEYS[1], args.group, args.worker, args.nonce
 local time = redis.call('TIME')
@@ -72,10 +72,10 @@ end
 
 local function claim_new(after, count, requests, logs)
   local answers = {}
-  -- Requests reserved for this worker are among them, and may run already.
+  -- These include the requests that are reserved for this worker, which may already run.
   local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count + 100, worker)
   if mine.err or #mine == 0 then return answers end
-  -- Most are adjacent; an entry of another worker between them, or a deleted one, shifts those that follow.
+  -- Most entries are adjacent. An entry of another worker, or a deleted entry, shifts the entries after it.
   local entries = redis.call('XRANGE', queue, mine[1][1], mine[#mine][1], 'COUNT', #mine)
   for place, pending in ipairs(mine) do
     local entry = entries[place]

@@ -1,8 +1,8 @@
 -- Prepended to the scripts that end calls.
--- `count_usage` counts an ended call in the usage of its tenant on this day, and corrects what it has reserved of a
--- budget. A lost call, which was queued again elsewhere, is not counted. `save_usage` writes the counts of all calls.
--- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`, and under the empty name when it was created (us)
--- charge of the call: an optional mark ('*': not counted as a request; '+': nor its prompt), number of images, four prices
+-- `count_usage` counts an ended call in the usage of its tenant on this day, and releases its reservation of a budget.
+-- A lost call, which was queued again elsewhere, is not counted. `save_usage` writes the counts of all calls.
+-- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`; its empty field is its creation time (us)
+-- charge of the call: an optional mark ('*': count no request; '+': also no prompt), number of images, four prices
 --   (input, cached, output, image; nano-dollars), reserved budget, key of the budget. Absent: 0 each.
 local SPENT_TTL_MS = 93 * 86400000
 
@@ -47,7 +47,7 @@ local function save_usage(spent)
   for owner, sums in pairs(counted) do
     for place, count in ipairs(sums) do
       if count ~= 0 then
-        -- An older ACL may not allow this: then nothing is counted.
+        -- An older ACL may deny this command: then nothing is counted.
         local sum = redis.pcall('HINCRBY', day, KINDS[place] .. owner, string.format('%.0f', count))
         if type(sum) == 'table' then return end
         if sum == count and redis.call('HSETNX', day, '', string.format('%d%06d', now[1], now[2])) == 1 then

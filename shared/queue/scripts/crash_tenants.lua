@@ -1,5 +1,5 @@
--- The tenants whose requests a worker was running when it crashed: requests that it still holds, released when its
--- engine failed, or that were cancelled shortly before.
+-- The tenants whose requests a worker was running when it crashed: requests that it still holds, that it released when
+-- its engine failed, or that were cancelled shortly before.
 -- KEYS: queue, crash, left (`cancel.lua`)    args: group, worker, requests (prefix of the keys of calls), left_ttl_ms
 -- Returns their names; a request that only waited to run alone does not count.
 local args = cmsgpack.unpack(ARGV[1])

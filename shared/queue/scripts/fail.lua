@@ -1,4 +1,4 @@
--- Prepended to `cancel.lua` to fail calls: their gateways get the event, and their logs keep it.
+-- Prepended to `cancel.lua` to fail calls: posts the event to their gateways, and appends it to their logs.
 -- failure: code, message, ids (of the calls), max_entries, mailboxes (prefix of their keys)
 local function fail(failure, keep_ms, request, log, item)
   local r = redis.call('HMGET', request, 'attempt', 'reply_to', 'listeners')

@@ -1,4 +1,4 @@
--- The state of a request; while it is open, its events are posted to this gateway's mailbox too.
+-- Read the state of a request. While the request is open, its events are also posted to this gateway's mailbox.
 -- KEYS: call    args: gateway
 -- Returns {state, attempt, tokens, ttl_ms}, or nothing for an unknown request.
 local request, gateway = KEYS[1], cmsgpack.unpack(ARGV[1]).gateway

@@ -3,10 +3,10 @@
 -- KEYS: mailbox, queue, dead, reservations (`submit.lua`), then call and log of each item
 -- args: worker, max_entries, group, keep_ms, dead_ttl_ms, max_dead, spent, model (`count_usage.lua`), items: list of
 --   attempt, number (ordinal of the item within the attempt, which makes a repeated call a no-op),
---   index, count (first output token of the item and their number), prompt, cached (tokens, once they are known), and
+--   index, count (first output token of the item, and number of its tokens), prompt, cached (tokens, once known), and
 --   if the call ends:
 --   entry, state (finished | failed), keep_ms (optional), and for a dead letter: id, reason;
---   without index it ends at any number of tokens. Items that end come first: see `remove`
+--   without index, the call ends at any number of tokens. Items that end their calls come first: see `remove`
 -- raw: the events of each item, JSON objects separated by commas
 -- Returns for each item ok | gone | cancelled | ended | fenced | gap. A repeated call returns ok.
 local mailbox, queue, dead, reservations = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
@@ -36,7 +36,7 @@ local function append(request, log, item, events)
 end
 
 local function remove(entry)
-  -- The first write: Redis allows it when memory is full, and then the script's other writes.
+  -- XACK must be the script's first write: Redis allows it when memory is full, and afterwards all writes of the script.
   redis.call('XACK', queue, args.group, entry)
   redis.call('XDEL', queue, entry)
 end

@@ -1,11 +1,11 @@
 -- Raise the sums of a hash, after Redis was restored from an older copy. Higher sums stay.
--- KEYS: the hash    args: sums (by field); began: absent, or the empty field of the hash, which tells days apart
---   (`count_usage.lua`); ttl_ms: absent, or create the hash if there is none, and renew its time to live
+-- KEYS: the hash    args: sums (by field); began: absent, or the required value of the empty field (`count_usage.lua`);
+--   ttl_ms: absent, or create a missing hash, and set its time to live
 local args = cmsgpack.unpack(ARGV[1])
 local hash = KEYS[1]
 if redis.call('EXISTS', hash) == 0 then
   if not args.ttl_ms then return 0 end
-  redis.call('DEL', hash .. ':open') -- reservations of a budget that Redis lost: the new one lacks them
+  redis.call('DEL', hash .. ':open') -- reservations of a lost budget, which the new budget does not include
 end
 if (redis.call('HGET', hash, '') or nil) ~= args.began then return 0 end
 for field, sum in pairs(args.sums) do

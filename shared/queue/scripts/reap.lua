@@ -1,4 +1,4 @@
--- Delete consumers without pending entries: this worker as it leaves, and those not seen for long.
+-- Delete consumers without pending entries: the worker that leaves, and consumers that are idle for idle_ms.
 -- KEYS: queue    args: group, worker ('' for none), idle_ms
 -- A consumer with pending entries is never deleted, because they would be lost with it.
 local args = cmsgpack.unpack(ARGV[1])

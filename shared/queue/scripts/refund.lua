@@ -1,7 +1,7 @@
--- Settle ended calls: refund reserved tokens per minute that were not used, or charge tokens beyond them.
+-- Settle ended calls: refund unused reserved tokens per minute, or charge tokens beyond the reservation.
 -- KEYS: rates of the tenant (`submit.lua`), then each call
 -- args: tokens_per_minute, num_tokens (reserved for each answer)
--- Returns 1, or 0 if a call is still open and this is to be called again. Each call is settled once.
+-- Returns 1, or 0 if a call is still open: run the script again later. Each call is settled once.
 local rates = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local MINUTE_MS = 60000

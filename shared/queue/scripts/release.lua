@@ -1,8 +1,8 @@
--- Return requests to the queue, so that another worker continues them at once.
+-- Return requests to the queue, so that another worker continues them immediately.
 -- KEYS: queue, then the call of each item
 -- args: group, released (consumer), is_crash (whether the attempt counts as a crash of the request), crashes (prefix of
 --   the keys of crash tenants), crash_ttl_ms, items: list of attempt (absent if never claimed), entry
--- Returns how many were released. Each leaves a wakeup entry in the queue, which wakes one waiting worker.
+-- Returns the number of released requests. Each adds a wakeup entry to the queue, which wakes one waiting worker.
 local queue = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local released = 0

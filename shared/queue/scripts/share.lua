@@ -1,6 +1,6 @@
--- Return reserved calls that are not claimed to the end of the queue, for any worker.
+-- Move reserved calls that are unclaimed to the end of the queue, for any worker.
 -- KEYS: queue, then the call of each item    args: group, ids (of the calls)
--- Returns how many were returned. Claimed calls and those without a reservation stay as they are.
+-- Returns the number of moved calls. Claimed calls and calls without a reservation do not change.
 local queue = KEYS[1]
 local args = cmsgpack.unpack(ARGV[1])
 local shared = 0

@@ -1,22 +1,22 @@
--- Submit the choices of a request, all or none: refuse a known id, a full queue and what exceeds a quota; store them and
--- add their ids to the queue, those of batch requests to the backlog.
+-- Submit the choices of a request, all or none: refuse a known id, a full queue and a request beyond a quota; store the
+-- choices, and add their ids to the queue, or to the backlog if the request is a batch request.
 -- KEYS: queue, backlog, then the call of each choice, then if there is a quota: reservations, usage, rates
 -- args: nonce, group, tenant, timeout_ms, keep_ms, queue_ttl_ms, reply_to, is_batch, max_waiting, ids (of the choices);
 --   quota: absent, or tenant, num_tokens (of each choice, charged to the tokens per minute), reserved_tokens (of each
 --   choice while it is open), max_tokens, max_tenant_requests, requests_per_minute, tokens_per_minute (0: unlimited);
 --   affinity: absent, or key, wakeups (prefix of the keys of their streams), num_workers, num_seats
---   charges: absent, or that of each choice (`count_usage.lua`); budget: absent, or key, most, reserved (of each choice), ttl_ms
+--   charges: absent, or the charge of each choice (`count_usage.lua`); budget: absent, or key, most, reserved (of each choice), ttl_ms
 --   num_earlier: absent, or the number of tokens that the only choice has published before Redis lost it
--- raw: the payload of each choice, then with num_earlier: the event of those tokens
--- Returns {duplicate}, {no_budget} if the budget's key is to be created, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
--- With limits per minute, {ok, affinity or '', ms until the requests' bucket is full again, and the tokens'}.
+-- raw: the payload of each choice, then with num_earlier: the event with these tokens
+-- Returns {duplicate}, {no_budget} if the budget does not exist, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
+-- With limits per minute, {ok, affinity or '', ms until the bucket of requests is full, ms until the bucket of tokens is full}.
 -- A call with the same nonce is a repeated call: ok.
 -- reservations: sorted set of "tokens tenant id", by expiry of the call (ms); 0 once it has ended
 -- usage: hash of their sums: tokens, and for each tenant with a reservation tokens:{tenant} and requests:{tenant}
 -- budget: hash of nano-dollars, spent and reserved. Beside it is a sorted set `:open` of "reserved call", by expiry of the
---   call (ms). The last request may overdraw it once.
+--   call (ms). The last request may overdraw the budget once.
 -- rates: token buckets of requests and tokens (GCRA): theoretical arrival time (ms) of each. A bucket holds a minute's
---   worth; the last request may overdraw it once.
+--   worth; the last request may overdraw the bucket once.
 local NO_CHARGE = '0 0 0 0 0 0 '
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
@@ -101,7 +101,7 @@ local function find_debt()
   return nil
 end
 
-local beginning -- of a reservation, before the call's id
+local beginning -- start of a reservation, before the call's id
 if quota then
   beginning = digits(quota.reserved_tokens) .. ' ' .. quota.tenant .. ' '
   local own_tokens, own_calls = 'tokens:' .. quota.tenant, 'requests:' .. quota.tenant
@@ -109,7 +109,7 @@ if quota then
   local all, own, open = tonumber(sums[1] or 0), tonumber(sums[2] or 0), tonumber(sums[3] or 0)
 
   -- A call counts until its end or its expiry. Calls that ended since the last submit are subtracted only here, so that
-  -- the end of a call needs no sums.
+  -- ending a call does not update the sums.
   local ended = redis.call('ZRANGEBYSCORE', reservations, '-inf', digits(now_ms))
   local others = {} -- subtracted from the sums of other tenants, by field
   for _, reservation in ipairs(ended) do
@@ -137,7 +137,8 @@ if quota then
     if #ended > 0 then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
   end
 
-  -- Refusal if `tokens` more exceed the limit of all tenants, or a tenant's equal share once half of it is reserved.
+  -- Refusal if `tokens` further tokens exceed the limit of all tenants or, once half of the limit is reserved, a tenant's
+  -- equal share.
   local function find_excess(tokens, max_tokens, max_calls)
     if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return {'open_tokens', 0} end
     if max_calls > 0 and open > 0 and open + #ids > max_calls then return {'key_open', 0} end
@@ -165,8 +166,8 @@ if quota then
   end
 end
 
--- Prefix affinity: the calls are reserved for the worker that last served their affinity key, as if it had read them,
--- unless other requests wait or it holds more than twice its share of the running calls.
+-- Prefix affinity: the calls are reserved for the worker that last served their affinity key, unless other requests wait
+-- or the worker holds more than twice its share of the running calls.
 
 local MORE_THAN_SHARE = 2
 local affinity, preferred, outcome = args.affinity, nil, nil
@@ -216,7 +217,7 @@ end
 if args.num_earlier then
   redis.call('HSET', KEYS[3], 'tokens', args.num_earlier, 'earlier', ARGV[#ARGV])
 end
-if preferred then -- as if it had read them
+if preferred then -- mark the entries as read by this worker
   local last = reserved[#reserved]
   for _, option in ipairs({'FORCE', 'JUSTID', 'LASTID', last}) do reserved[#reserved + 1] = option end
   redis.call('XCLAIM', queue, args.group, preferred, 0, unpack(reserved))

@@ -2,11 +2,11 @@
 -- the queue once it has waited long enough, so that it is not overtaken for ever.
 -- KEYS: queue, backlog    args: requests (prefix of the keys of calls), group, worker, count,
 --   age_ms (the oldest batch request joins the queue after this time; absent: never)
--- Returns {entries, number of batch calls that are left}.
+-- Returns {entries, number of remaining batch calls}.
 local queue, backlog = KEYS[1], KEYS[2]
 local args = cmsgpack.unpack(ARGV[1])
 
--- Move batch requests from the backlog to the end of the queue; drop those that Redis has deleted.
+-- Move batch requests from the backlog to the end of the queue; drop the entries of deleted requests.
 local function move(last, count)
   for _, entry in ipairs(redis.call('XRANGE', backlog, '-', last, 'COUNT', count)) do
     local request = args.requests .. entry[2][2]

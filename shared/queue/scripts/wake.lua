@@ -1,5 +1,5 @@
 -- Prepended to the scripts that add to a worker's stream of wakeups.
--- Fields: `id`: a request that is reserved for the worker; `lost`: an entry that is no longer the worker's.
+-- Fields: `id`: a request that is reserved for the worker; `lost`: an entry that no longer belongs to the worker.
 -- Returns false if there is no stream.
 local MAX_WAKEUPS = 100
 

@@ -1,7 +1,7 @@
 -- Sessions of a page, with their open tasks.
 -- KEYS: session and open of each item    args: max_open (records of open tasks in all)
 -- Returns for each item {record, state, succeed, failed, cancelled, number of open tasks, their records}; the record
--- is empty if the session has expired. Open tasks of sessions beyond `max_open` are counted only.
+-- is empty if the session has expired. Open tasks of sessions beyond `max_open` are only counted.
 local args = cmsgpack.unpack(ARGV[1])
 local left, found = args.max_open, {}
 for item = 1, #KEYS / 2 do

@@ -1,4 +1,4 @@
--- Record how tasks ended, each once; or delete those that were not queued.
+-- Record the outcome of each task once, and delete tasks that were not queued (`forgotten`).
 -- KEYS: session, tasks, open, order    args: states (by task id: succeed, failed, cancelled, or forgotten)
 local session, tasks, open, order = unpack(KEYS)
 local args = cmsgpack.unpack(ARGV[1])

@@ -108,7 +108,7 @@ INDEX = json.dumps({"weight_map": {f"weight {name}": name for name in SHARDS}})
         ({"model.safetensors": "weights"}, r"acme/other has no config\.json"),
         (
             {"config.json": "{}", SHARDS[0]: "weights", "model.safetensors.index.json": INDEX},
-            r"lacks 2 of .* names, model-2-of-3\.safetensors",
+            r"lacks 2 of .* names, such as model-2-of-3\.safetensors",
         ),
     ],
 )

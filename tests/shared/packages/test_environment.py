@@ -37,15 +37,15 @@ VALUES = (
         *(({name: "x"}, {}, rf"variables\.{name}: .* outside of the sandbox") for name in BEFORE),
         *(({}, {name: "x"}, rf"secrets\.{name}: .* outside of the sandbox") for name in BEFORE),
         *(
-            ({name: "x"}, {}, "variables: name each")
+            ({name: "x"}, {}, "variables: a name has")
             for name in ("", "A B", "1A", "A=B", "A" * 129)
         ),
         *(({}, {"A": name}, "secrets.A: ") for name in ("", "../x", "a/b", ".x", "x" * 64)),
         ({"A": "x\0"}, {}, "variables.A"),
         ({"A": "\ud800"}, {}, "variables.A"),
         ({"A": "x"}, {"A": "a"}, "secrets.A"),
-        ({"A": "x" * 40_000}, {}, "variables: .* 40001 bytes of at most 32768"),
-        ({f"A{number}": "" for number in range(101)}, {}, "variables, .* 101 of at most 100"),
+        ({"A": "x" * 40_000}, {}, "variables: 40001 bytes exceed the maximum of 32768"),
+        ({f"A{number}": "" for number in range(101)}, {}, "variables, .* 101 exceed .* of 100"),
     ],
 )
 def test_invalid_variables_and_secrets_are_refused_by_name(variables, secrets, says):

@@ -278,7 +278,7 @@ def test_instances_scale_with_open_sessions(world: World):
 @pytest.mark.parametrize(
     ("needed", "room", "says"),
     [
-        (Resources(1, 0, 1), Resources(8), "cpu=1,gpu=1, even if it is idle (nodes: cpu=8)"),
+        (Resources(1, 0, 1), Resources(8), "cpu=1,gpu=1, even if the node is idle (nodes: cpu=8)"),
         (Resources(1), Resources(1), "all resources are in use"),
     ],
 )

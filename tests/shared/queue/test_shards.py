@@ -231,7 +231,7 @@ async def test_another_gateway_joins_a_request_of_any_shard(settings):
 
 def test_invalid_shard_settings_are_refused():
     for url, problem in (
-        ("a=redis://one,a=redis://two", "a name twice"),
+        ("a=redis://one,a=redis://two", "a name that two shards share"),
         ("redis://one,b=redis://two", "text before the first shard"),
         ("a=redis://one,b=redis://", "not a Redis URL"),
         ("A=redis://one", "not a Redis URL"),

@@ -60,7 +60,7 @@ def test_workers_have_their_own_gpus_while_there_are_enough(
 
 def test_more_ranks_than_gpus_are_refused_with_the_numbers(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(NodeError, match="wants 4 GPUs, and there are 2"):
+    with pytest.raises(NodeError, match="needs 4 GPUs, and this machine has 2"):
         create_node(make_settings(kind="vllm", tensor_parallel="4"), 1)
 
 

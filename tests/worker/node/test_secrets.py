@@ -61,8 +61,8 @@ def test_more_secrets_than_fit_are_refused_by_field_and_limit(tmp_path):
         (tmp_path / name).write_bytes(b"x" * MAX_SECRET_BYTES)
     secrets = Secrets(NodeSettings(secrets_dir=str(tmp_path)))
     wanted = Environment(secrets={name.upper(): name for name in names})
-    with pytest.raises(BadEnvironment, match=r"secrets: .* bytes of at most 524288; .* fewer"):
+    with pytest.raises(BadEnvironment, match=r"secrets: .* bytes exceed .* of 524288; .* fewer"):
         secrets.read(wanted)
     (tmp_path / "s0").write_bytes(b"x" * (MAX_SECRET_BYTES + 1))
-    with pytest.raises(SecretMissing, match="s0 has 65537 bytes of at most 65536"):
+    with pytest.raises(SecretMissing, match="s0 has 65537 bytes; store at most 65536"):
         secrets.read(wanted)

@@ -144,7 +144,7 @@ def test_the_error_of_a_limit_names_its_setting_and_equal_adapters_have_one_dige
     )
     with pytest.raises(BadAdapter, match="VLM_LIMITS__MAX_LORA_BYTES"):
         engine.load_adapter(here, AdapterLimits(max_rank=16, max_bytes=1000))
-    with pytest.raises(BadAdapter, match="no integer from 1 to 2"):
+    with pytest.raises(BadAdapter, match="not an integer from 1 to 2"):
         engine.load_adapter(here, AdapterLimits(max_rank=2, max_bytes=2**20))
     digests = [engine.load_adapter(path, LIMITS).digest for path in (here, there, other)]
     assert digests[0] == digests[1] != digests[2]

@@ -234,16 +234,11 @@ def load_their_processor(family: Family, directory: Path) -> Callable[..., dict[
     return process
 
 
-def page_rows() -> dict[str, tuple[str, str]]:
-    """Inputs and speed path of each family in docs/models.md."""
-    rows = [
-        line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| text")
-    ]
-    return {
-        name: (inputs.removeprefix("| "), path)
-        for inputs, path, names in rows
-        for name in names.removesuffix(" |").split("; ")
-    }
+def page_rows() -> dict[str, list[str]]:
+    """Input, video, audio and speed path of each family in docs/models.md."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| text")]
+    rows = [line.strip("| ").split(" | ") for line in lines]
+    return {name: cells for *cells, names in rows for name in names.split("; ")}
 
 
 @pytest.fixture(scope="module", params=RUN, ids=str)
@@ -255,10 +250,10 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     family = loaded.family
     path = loaded.model.speed_path if find_family(directory)[0] is FAMILY else "native"
     name = family.name + ("" if loaded.model.shares_prefixes else NO_PREFIXES)
-    inputs = "text, images" if family.create_processor else "text"
-    inputs += ", video" if family.architecture in TAKES_VIDEO else ""
-    inputs += ", audio" if family.name in AUDIO else ""
-    assert page_rows()[name] == (inputs, path)
+    takes = ["no", "yes"]
+    row = ["text, images" if family.create_processor else "text"]
+    row += [takes[family.architecture in TAKES_VIDEO], takes[family.name in AUDIO], path]
+    assert page_rows()[name] == row
     return loaded
 
 

@@ -411,6 +411,32 @@ def test_prefill_begins_when_the_first_chunk_is_encoded(video: Loaded, max_image
     assert request.images[0].offset < max(begun) < stop
 
 
+@pytest.mark.parametrize("by_parts", [False, True])
+def test_room_for_chunks_is_made_before_they_are_encoded(video: Loaded, by_parts: bool) -> None:
+    other, request = video.requests[2], video.requests[0]
+    with smallest_chunks():
+        chunks = split(request.images[0])
+        sizes = [rows.nbytes for rows in video.model.encode(chunks, CPU, torch.float32)]
+        engine = video.start(encoder_cache_bytes=(limit := 2 * max(sizes)))
+        if by_parts:
+            encode_in_smallest_parts(engine)
+        ways.run_to_end(engine, [other])
+        encode, found = video.model.encode, list[tuple[int, int]]()
+
+        def observed(images: list[ImageInput], *given: Any) -> list[torch.Tensor]:
+            held = engine.runner.encoder_cache_counts()[2]
+            features = encode(images, *given)
+            found.append((held, sum(rows.nbytes for rows in features)))
+            return features
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(video.model, "encode", observed)
+            prefill_progress(engine, request)
+    assert sum(sizes) > limit
+    assert sum(new for _, new in found) == sum(sizes)
+    assert all(held + new <= limit for held, new in found)
+
+
 def test_a_second_question_about_a_video_encodes_nothing(video: Loaded) -> None:
     engine = video.start(enable_prefix_cache=False)
     ways.run_to_end(engine, video.requests[:1])

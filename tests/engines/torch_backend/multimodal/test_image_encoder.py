@@ -92,23 +92,6 @@ def test_nan_features_fail_their_request_and_are_not_cached(beside_streams: bool
     assert encoder.cache.pin("c", ("", "bad")).isfinite().all()
 
 
-@pytest.mark.parametrize("max_vision_s", [None, 1.0], ids=["GPU", "CPU"])
-def test_the_cache_evicts_before_features_are_computed(max_vision_s: float | None):
-    cache = EncoderCache(100)  # six rows of 16 bytes fit
-    model, before = Patches(), []
-    encode = model.encode
-    model.encode = lambda *given: before.append(cache.num_bytes) or encode(*given)
-    encoder = ImageEncoder(model, cache, 8, CPU, torch.float32)
-
-    for name in ("first", "second"):
-        items = [make_share(name, make_image(name, (4, 4)))]
-        encoder.encode_missing(items, max_vision_s)
-        encoder.unpin_done(items)
-
-    assert before == [0, 0]
-    assert ("", "second") in cache
-
-
 def test_images_wait_until_the_cache_has_room():
     cache = EncoderCache(100)
     encoder = ImageEncoder(Patches(), cache, 1, CPU, torch.float32)
