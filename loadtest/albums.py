@@ -1,7 +1,7 @@
 """Images and questions about them, with the correct answers where they are known.
 
-Called by the scenarios. Noise images have any size and are for any model. The samples of the built-in model are scenes
-with known answers. A new image is a known one with a number in a comment: no cache has seen its bytes.
+Called by the scenarios. Noise images can have any size and are used for any model. The samples of the built-in model
+are scenes with known answers. A new image is one of these images with a number in a comment, so that no cache has it.
 """
 
 import base64
@@ -22,12 +22,12 @@ PNG_URL = "data:image/png;base64,"
 PNG_HEAD_BYTES = 33  # signature and IHDR, which must come first
 START_OF_IMAGE = b"\xff\xd8"
 COMMENT = b"\xff\xfe"
-COMMENT_BYTES = 14  # with its length: the head has 18 bytes, whole base64 groups
+COMMENT_BYTES = 14  # length field included; so base64 encodes the head of 18 bytes without padding
 
 
 def noise_jpeg(num_bytes: int = 60_000) -> bytes:
     """The smallest square JPEG of uniform noise that has `num_bytes` or more."""
-    side = math.isqrt(num_bytes)  # about 0.8 bytes for a pixel
+    side = math.isqrt(num_bytes)  # about 0.8 bytes per pixel
     while True:
         pixels = random.Random(0).randbytes(3 * side * side)
         buffer = io.BytesIO()
@@ -122,14 +122,14 @@ PAIR_FACTS: dict[tuple[str, str], tuple[Fact, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Images as data URLs, and what can be asked about them."""
+    """Images as data URLs, and the facts about them."""
 
     urls: tuple[str, ...]
     facts: tuple[Fact, ...]
 
 
 def _numbers_of(run: int) -> Iterator[int]:
-    """Numbers of the new images of a run. Runs have random numbers, so that no cache has seen their images."""
+    """The numbers of new images. `run` is random, so that no cache has images of a run from an earlier run."""
     return count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
 
 

@@ -1,7 +1,7 @@
 """Sends one question on a free connection, checks that the answer is correct and complete, and reports a record.
 
-A wrong answer counts as a failure, like a refused request. Used by the
-users of the closed loop and by the open loop, from many greenlets.
+A wrong answer counts as a failure, like a refused request. The closed loop and the open loop call this module from
+many greenlets.
 """
 
 import base64
@@ -62,19 +62,19 @@ MOCK = "mock"
 def fault_of(
     answer: Answer, question: Question, model: str, max_tokens: int, is_salted: bool = False
 ) -> str:
-    """The fault of an answer. Empty: none was found.
+    """The fault of an answer, or an empty string for a correct answer.
 
     `is_salted`: with an API key, image hashes depend on a secret of the server, so answers to images are not checked.
     """
     if answer.finish_reason not in ("stop", "length"):
         return f"the answer ended with {answer.finish_reason}"
     if answer.num_tokens > max_tokens:
-        return "the answer is longer than was asked for"
+        return "the answer has more tokens than max_tokens"
     if answer.finish_reason == "length" and answer.num_tokens < max_tokens:
-        return "the answer is cut"
+        return "the answer has finish_reason length but fewer tokens than max_tokens"
     parts = (part for message in question.messages for part in message["content"])
     if model == MOCK and not (is_salted and any("image_url" in part for part in parts)):
-        num_words = answer.num_tokens - (answer.finish_reason == "stop")  # the end has no word
+        num_words = answer.num_tokens - (answer.finish_reason == "stop")  # it has no word
         is_right = answer.text == mock_answer(question.messages, answer.usage, num_words)
     else:
         is_right = question.expected in (None, answer.text.strip())
@@ -101,7 +101,7 @@ class Asker:
         return time.perf_counter() - self._zero_at
 
     def ask(self, scenario: str, draw: random.Random, intended_at: float | None = None) -> None:
-        """Send a question and report. `intended_at`: when it was due; None: now."""
+        """Send a question and report its record. `intended_at`: when the question was due; None: now."""
         question = self._scenarios[scenario](draw)
         is_streamed = draw.random() < self.order.workload.stream_ratio
         now = self.now()
@@ -144,7 +144,7 @@ class Asker:
 
 
 def first_model(url: str, api_key: str) -> str:
-    """The first model of a server. Raises: AnswerError."""
+    """The first chat model of a server. Raises: AnswerError."""
     try:
         with ChatClient(url, api_key) as client:
             models = client.models()

@@ -1,6 +1,6 @@
 """The command of the load test: `vlm loadtest`.
 
-Locust is loaded when a test runs, and not before.
+Locust is imported only when a test runs.
 """
 
 import os
@@ -21,7 +21,7 @@ Users = Annotated[
 ]
 Rate = Annotated[
     str | None,
-    typer.Option(help="Instead of users: requests/s at random times, 5, 5,10,20 or 1..30."),
+    typer.Option(help="Requests/s instead of users: 5, steps 5,10,20 or a ramp 1..30."),
 ]
 Slo = Annotated[str, typer.Option(help="Latency objective, ms: ttft=500,tpot=50,e2e=5000.")]
 
@@ -31,7 +31,7 @@ def _writable(path: Path | None) -> Path | None:
     if path is not None:
         target = path if path.exists() else path.parent
         if path.is_dir() or not target.exists() or not os.access(target, os.W_OK):
-            raise typer.BadParameter(f"{path} cannot be written: name another file")
+            raise typer.BadParameter(f"{path} cannot be written: choose another file")
     return path
 
 
@@ -48,15 +48,15 @@ def loadtest(
     profile: Annotated[Profile, typer.Option(help="Kinds of questions.")] = "mixed",
     users: Users = None,
     rate: Rate = None,
-    duration: Annotated[float, typer.Option(min=0.5, help="Seconds, all steps together.")] = 30.0,
-    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds before the steps.")] = 1.0,
+    duration: Annotated[float, typer.Option(min=0.5, help="Seconds of all steps together.")] = 30.0,
+    warmup: Annotated[float, typer.Option(min=0.0, help="Seconds of load before the steps.")] = 1.0,
     host: Annotated[
         str,
         typer.Option(
             help="The server's address.", show_default="a fleet of its own", callback=_with_scheme
         ),
     ] = "",
-    engine: Annotated[str, typer.Option(help="Engine of the fleet without --host.")] = "mock",
+    engine: Annotated[str, typer.Option(help="Engine of the fleet if --host is not set.")] = "mock",
     model: Annotated[
         str, typer.Option(help="Model to ask.", show_default="the server's first")
     ] = "",
@@ -70,7 +70,7 @@ def loadtest(
     ] = 0.5,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an answer.")] = 16,
     image_bytes: Annotated[
-        int, typer.Option(min=1000, max=16_000_000, help="Size of an image of noise.")
+        int, typer.Option(min=1000, max=16_000_000, help="Bytes of a noise image.")
     ] = 60_000,
     think_time: Annotated[
         float, typer.Option(min=0.0, help="Mean pause of a user, seconds.")
@@ -78,11 +78,11 @@ def loadtest(
     seed: Annotated[int, typer.Option(help="Seed of questions and arrivals.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for data.")] = 60.0,
     json: Annotated[
-        Path | None, typer.Option("--json", help="File for the result.", callback=_writable)
+        Path | None, typer.Option("--json", help="JSON file to write.", callback=_writable)
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option("--html", help="File for a page of the same tables.", callback=_writable),
+        typer.Option("--html", help="HTML file to write, with the tables.", callback=_writable),
     ] = None,
 ) -> None:
     """Load a server that speaks OpenAI's API, and check and time every answer."""

@@ -1,8 +1,7 @@
 """One chat request over HTTP, timed by the client.
 
-Called by the Locust users. It uses only the OpenAI wire format. Plain
-`http.client`: blocking where the caller blocks, cooperative under gevent, and nothing between the socket
-and the clock, so that an arrival is stamped when the bytes arrive.
+Called by the Locust users. It uses only the OpenAI wire format. `http.client` blocks the calling thread or, under
+gevent, the calling greenlet. No layer is between the socket and the clock, so that arrival times are exact.
 """
 
 import json
@@ -18,19 +17,19 @@ from urllib.parse import urlsplit
 
 PATH = "/v1/chat/completions"
 TIMINGS_HEADER = "x-vlm-timings"  # servers that do not support it report no stages
-MAX_IDLE_S = 2.0  # servers close idle connections, which must fail no request
+MAX_IDLE_S = 2.0  # then reconnect, because servers close idle connections
 
 
 class AnswerError(Exception):
-    """The request was not answered completely; the message says what was wrong, without the answer."""
+    """The answer is missing, malformed or incomplete. The message names the fault, without text of the answer."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """A complete answer and when its parts arrived.
+    """A complete answer and the arrival times of its chunks.
 
-    Units: seconds since the request was sent, `sent_at` on `time.perf_counter`. `chunks`: the arrival
-    and the characters of every chunk with text; `stages_s`: stages that the server reports.
+    Units: seconds since the request was sent; `sent_at` is a reading of `time.perf_counter`. `chunks`: arrival time
+    and number of characters of each chunk with text. `stages_s`: stages that the server reports.
     """
 
     e2e_s: float
@@ -48,7 +47,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float | None:
-        """Until the first text; a chunk that only names the role does not count. None: not streamed."""
+        """Time to the first text. A chunk that only names the role does not count. None: not streamed."""
         return self.chunks[0][0] if self.chunks else None
 
     @property
@@ -62,12 +61,12 @@ class Answer:
 
     @property
     def _num_text_tokens(self) -> int:
-        """Output tokens without the last one, which has no text if the answer ended with it."""
+        """Output tokens without the end token, which has no text."""
         return self.num_tokens - (self.finish_reason == "stop")
 
 
 def tokens_by_chunk(num_chars: list[int], num_tokens: int) -> list[int]:
-    """Estimated tokens of each chunk: at least one; the others are shared by length."""
+    """Estimated tokens of each chunk: one, and a share of the remaining tokens in proportion to its length."""
     counts: list[int] = []
     num_more, total = max(0, num_tokens - len(num_chars)), sum(num_chars)
     given = seen = 0
@@ -101,11 +100,11 @@ class ChatClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the next request opens another."""
+        """Close the connection. The next request opens another one."""
         self._connection.close()
 
     def models(self) -> list[str]:
-        """The chat models, without those that the server reports to have no worker. Raises: AnswerError."""
+        """The chat models, without models that have no worker. Raises: AnswerError."""
         with _faults_end_the_connection(self._connection):
             self._request("GET", "/v1/models")
             models = _read_json(self._connection.getresponse())["data"]
@@ -172,13 +171,13 @@ def _to_answer(completion: dict[str, Any], sent_at: float) -> Answer:
     [choice] = completion["choices"]
     text, reason = choice["message"]["content"], choice["finish_reason"]
     if not text or not reason:
-        raise AnswerError("the answer has no text or no end")
+        raise AnswerError("the answer lacks text or finish_reason")
     stages_s = _stages(completion.get("timings"))
     return Answer(e2e_s, text, reason, completion["usage"], stages_s=stages_s)
 
 
 def _stages(timings: dict[str, float] | None) -> dict[str, float]:
-    """The server's own stages by name, in their order."""
+    """The stages that the server reported, by name, in order."""
     entries = {name.removesuffix("_s"): seconds for name, seconds in (timings or {}).items()}
     entries.pop("e2e", None)
     return entries
@@ -209,13 +208,13 @@ def _read_stream(response: HTTPResponse, sent_at: float) -> Answer:
     if not is_done:
         raise AnswerError("the stream ended without [DONE]")
     if not pieces or not reason or not usage:
-        raise AnswerError("the stream lacks text, an end or its usage")
+        raise AnswerError("the stream lacks text, finish_reason or usage")
     e2e_s = ended_at - sent_at
     return Answer(e2e_s, "".join(pieces), reason, usage, chunks, _stages(timings))
 
 
 def read_events(response: HTTPResponse) -> Iterator[tuple[float, bytes]]:
-    """The data of each server-sent event, and when its read returned, by `time.perf_counter`."""
+    """The arrival time (`time.perf_counter`) and the data of each server-sent event."""
     pending = b""
     while block := response.read1():
         arrived_at = time.perf_counter()

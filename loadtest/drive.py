@@ -2,9 +2,9 @@
 
     python -m loadtest.drive
 
-The last line is the CPU usage of the load generator, as a ratio of a core. Near 1, it was too slow.
+The last line is the CPU usage of the load generator, as a ratio of a core. A ratio near 1 means that it was too slow.
 
-Started by `loadtest.run`, so that greenlets and the patched sockets of Locust stay apart from everything else.
+`loadtest.run` starts it as a separate process, because Locust patches sockets and runs greenlets.
 """
 
 import os
@@ -26,7 +26,7 @@ from loadtest.locustfile import ChatUser
 from loadtest.record import Order, Record
 
 TICK_S = 0.1
-MAX_OPEN = 2000  # concurrent requests of an open loop; later ones wait, which counts
+MAX_OPEN = 2000  # concurrent requests of an open loop; latencies include waiting beyond this limit
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def allow_many_connections() -> None:
 
 
 def claim_standard_output() -> BinaryIO:
-    """Reserve standard output for records: what libraries print goes to standard error."""
+    """Reserve standard output for records. The output of libraries is redirected to standard error."""
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return out
@@ -61,7 +61,7 @@ def write(out: BinaryIO, line: Record | float) -> None:
 
 
 def run_closed_loop(asker: Asker) -> None:
-    """Run Locust users, as many as the plan has at each moment. Each user waits for its answer."""
+    """Run Locust users. Their number follows the plan. Each user waits for its answer."""
     plan = asker.order.plan
     ChatUser.asker = asker
     environment = Environment(user_classes=[ChatUser], stop_timeout=asker.order.target.timeout_s)
@@ -76,7 +76,7 @@ def run_closed_loop(asker: Asker) -> None:
 
 
 def run_open_loop(asker: Asker) -> None:
-    """Send requests at their planned times, whether or not earlier ones are answered."""
+    """Send requests at their planned times, whether or not earlier requests are answered."""
     seed = asker.order.workload.seed
     pool = Pool(MAX_OPEN)
     for number, intended_at in enumerate(arrivals(asker.order.plan, random.Random(seed))):

@@ -27,7 +27,7 @@ PAUSE_S = 0.05
 
 
 class ServerError(Exception):
-    """The server did not start or respond; the message has its last lines."""
+    """The server did not start or respond. The message ends with the server's last lines of output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Server:
 def run_fleet(
     engine: str = "mock", environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> Iterator[Server]:
-    """Run `vlm serve` with its own Redis, from ready to the end of the block. Raises: ServerError."""
+    """Run `vlm serve` with its own Redis. Enters the block once it is ready. Raises: ServerError."""
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="vlm-load-") as data_dir:
         arguments = ["-m", "vlm", "serve", "--engine", engine, "--port", str(port)]
@@ -106,7 +106,7 @@ def _answers(port: int, probe: str) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process and its children; kills them after a timeout."""
+    """Stop a process and its children. They are killed after a timeout."""
     if process.poll() is not None:
         return
     children = psutil.Process(process.pid).children(recursive=True)

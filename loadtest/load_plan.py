@@ -1,4 +1,4 @@
-"""The load over time: constant, stepped or a ramp; and arrival times of an open loop.
+"""The load over time (constant, steps or a ramp), and the arrival times of an open loop.
 
 Reads no clock. Times are seconds since the end of the warm-up, which runs at the first level.
 """
@@ -15,7 +15,7 @@ DEFAULT_USERS = "8"
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the run, and its mean offered load."""
+    """A period of the run with its mean offered load."""
 
     start_s: float
     end_s: float
@@ -27,7 +27,7 @@ class Phase:
 
 
 def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
-    """`8` is constant, `2,4,8` are steps, `1..16` is a ramp. Raises: ValueError."""
+    """Parse a load: `8` is constant, `2,4,8` are steps, `1..16` is a ramp. Raises: ValueError."""
     is_ramp = ".." in text
     try:
         levels = tuple(float(part) for part in text.split(".." if is_ramp else ","))
@@ -38,14 +38,14 @@ def parse_levels(text: str) -> tuple[tuple[float, ...], bool]:
     if is_ramp and len(levels) != 2:
         raise ValueError(f"{text!r}: write a ramp as 1..16")
     if any(not 0 <= level < 1e6 for level in levels) or not any(levels):
-        raise ValueError(f"{text!r}: a load must be above 0 and below a million")
+        raise ValueError(f"{text!r}: a load must be from 0 to below a million, and not always 0")
     return levels, is_ramp
 
 
 def make_plan(users: str | None, rate: str | None, duration_s: float, warmup_s: float) -> Plan:
-    """A closed loop of users, 8 by default, or an open loop of a rate. Raises: ValueError."""
+    """Plan a closed loop of users, 8 by default, or an open loop with a rate. Raises: ValueError."""
     if users and rate:
-        raise ValueError("--users and --rate: give only one of them")
+        raise ValueError("set only one of --users and --rate")
     levels, is_ramp = parse_levels(rate or users or DEFAULT_USERS)
     loop = "open" if rate else "closed"
     return Plan(loop=loop, levels=levels, is_ramp=is_ramp, duration_s=duration_s, warmup_s=warmup_s)
@@ -60,7 +60,7 @@ def level_at(plan: Plan, at_s: float) -> float:
 
 
 def phases(plan: Plan) -> list[Phase]:
-    """The steps, or equal parts of a ramp."""
+    """The steps, or equal periods of a ramp."""
     number = RAMP_PHASES if plan.is_ramp else len(plan.levels)
     length_s = plan.duration_s / number
     return [
@@ -70,7 +70,7 @@ def phases(plan: Plan) -> list[Phase]:
 
 
 def arrivals(plan: Plan, draw: random.Random) -> Iterator[float]:
-    """The instants of a Poisson process with the plan's rate.
+    """The arrival times of a Poisson process with the plan's rate.
 
     Source: thinning (Lewis and Shedler, 1979): candidates at the highest rate, each kept with probability rate / highest.
     """

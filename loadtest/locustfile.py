@@ -1,9 +1,9 @@
-"""Locust users, who ask about text and images.
+"""Locust users that ask questions about text and images.
 
     locust -f loadtest/locustfile.py --host http://127.0.0.1:8000
 
-opens Locust's own page; `vlm loadtest` runs the same users without it. Each kind of question has entries of its own:
-E2E, and for streams TTFT (first text, not the role), TPOT and ITL.
+This command opens Locust's own page. `vlm loadtest` runs the same users without it. Each kind of question has separate
+entries: E2E and, for streams, TTFT (first text, not the role), TPOT and ITL.
 """
 
 import random
@@ -42,7 +42,7 @@ class ChatUser(User):
         return self.draw.uniform(0.0, 2 * ChatUser.asker.order.workload.think_s)
 
     def stop(self, force: bool = False) -> bool:
-        """See Locust. A user whose pause ends before it is killed sends no more."""
+        """Overrides `User.stop`: a user whose pause ends before it is killed sends no further question."""
         self.is_leaving = True
         return super().stop(force)
 
@@ -58,7 +58,7 @@ class ChatUser(User):
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: LocustArgumentParser) -> None:
-    """Options of these users, besides Locust's own; also on its page."""
+    """Add the options of these users to Locust's command line and page."""
     usual = Workload()
     parser.add_argument("--mix", choices=list(PROFILES), default=usual.profile, help="Questions.")
     for name, default, text in (
@@ -116,7 +116,7 @@ def report_to_locust(environment: Environment, record: Record) -> None:
 def fire(
     environment: Environment, kind: str, name: str, value_s: float, error: Exception | None = None
 ) -> None:
-    """Report one entry. Locust's times are milliseconds."""
+    """Report one entry. Locust expects milliseconds."""
     environment.events.request.fire(
         request_type=kind,
         name=name,

@@ -1,8 +1,8 @@
 """The record of one request of a load test, and the parameters of the test.
 
 Written by the users, read by results and reports. Latencies are defined as in `shared/telemetry/metrics.py`, with two
-differences: they begin when the request was due, so that waiting for a free client counts; and E2E ends with the last
-byte received.
+differences. They begin when the request was due, so that waiting for a free client counts. E2E ends with the last
+received byte.
 """
 
 import math
@@ -17,7 +17,7 @@ Profile = Literal["mixed", "text", "image", "repeated", "several", "conversation
 
 
 class Record(msgspec.Struct, omit_defaults=True):
-    """One request. Units: seconds; `*_at` since the clock of the run was started, below 0 in the warm-up."""
+    """One request. Units: seconds; `*_at` since the end of the warm-up, negative within it."""
 
     scenario: str
     intended_at: float
@@ -34,12 +34,12 @@ class Record(msgspec.Struct, omit_defaults=True):
 
     @property
     def waited_s(self) -> float:
-        """Between the intended and the real sending."""
+        """Time from the due time to the sending of the request."""
         return self.sent_at - self.intended_at
 
     @property
     def e2e_s(self) -> float:
-        """Intended until the last byte."""
+        """Time from the due time to the last byte."""
         return self.ended_at - self.intended_at
 
     @property
@@ -71,7 +71,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Load and duration. `levels`: users of the closed loop, requests/s of the open one."""
+    """Load and duration. `levels`: users of a closed loop, or requests/s of an open loop."""
 
     loop: Literal["closed", "open"] = "closed"
     levels: tuple[float, ...] = (8.0,)
@@ -111,7 +111,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_kept(self, record: Record) -> bool:
         """Whether an answer is correct and within the limits.
 
-        Only E2E is measured for a whole response. Its limit is that of a stream of the same length.
+        A response that is not streamed has only E2E. It must also arrive within the limits of a stream of its length.
         """
         if record.error:
             return False
@@ -125,18 +125,18 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def parse_objective(text: str) -> Objective:
-    """`ttft=500,tpot=50,e2e=5000`, in milliseconds; empty: none. Raises: ValueError."""
+    """Parse limits in milliseconds, such as `ttft=500,tpot=50,e2e=5000`; empty: no limits. Raises: ValueError."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")
         try:
             limits[f"{name.strip()}_s"] = float(value) / 1e3
         except ValueError:
-            raise ValueError(f"{part!r} is not like ttft=500 (milliseconds)") from None
+            raise ValueError(f"{part!r} is not a limit: use ttft=500 (milliseconds)") from None
         if name.strip() not in _LIMITED:
-            raise ValueError(f"{name!r} is none of {', '.join(_LIMITED)}")
+            raise ValueError(f"{name!r} is not a latency: use {', '.join(_LIMITED)}")
     if any(not limit > 0 for limit in limits.values()):
-        raise ValueError(f"{text!r}: a limit is above 0")
+        raise ValueError(f"{text!r}: a limit must be above 0")
     return Objective(**limits)
 
 

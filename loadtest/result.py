@@ -1,6 +1,6 @@
-"""The result of a load test: its file, all numbers of tables, plots and comparisons, and the tables.
+"""The result of a load test: its JSON file, its statistics, and its tables.
 
-Computed from records. The file is JSON; `schema` is its version, and `summary` has the computed numbers.
+Statistics are computed from records. In the file, `schema` is the version of the format, and `summary` has them.
 """
 
 import io
@@ -22,11 +22,11 @@ from loadtest.record import LATENCIES, Latency, Objective, Plan, Record, Workloa
 SCHEMA = "vlm-loadtest/1"
 PAGE_COLUMNS = 160
 SHARES = (0.5, 0.9, 0.99)
-MAX_FAULTS = 20  # kinds of failures that are shown
+MAX_FAULTS = 20  # maximum number of different failures that are shown
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """One run. `machine`: of the client; `client_core_ratio`: the ratio of a core that the client used."""
+    """One run. `machine`: the client's machine; `client_core_ratio`: the ratio of a core that the client used."""
 
     schema: Literal["vlm-loadtest/1"] = SCHEMA
     created_at: str
@@ -46,7 +46,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class RunPeriod:
-    """A part of a run: requests of a period, and responses within it."""
+    """A period of a run: `asked` has the requests that were due in it, `answered` the responses that ended in it."""
 
     def __init__(self, result: Result, phase: Phase | None = None) -> None:
         """`phase`: None for the whole run."""
@@ -82,7 +82,7 @@ class RunPeriod:
         return fmean(self._kept) if self._kept else None
 
     def values_s(self, latency: Latency) -> list[float]:
-        """All values of a latency, of requests with an answer."""
+        """All values of a latency of the requests with a correct answer."""
         return values_of([r for r in self.asked if not r.error], latency)
 
 
@@ -107,7 +107,7 @@ def counted(result: Result) -> list[Record]:
 
 
 def failures(result: Result) -> Counter[str]:
-    """Counts of errors, the warm-up included."""
+    """Number of failures by kind and error, including the warm-up."""
     return Counter(f"{kind_of(r)}: {r.error}" for r in result.records if r.error)
 
 
@@ -122,7 +122,7 @@ def mean_stages_s(records: Iterable[Record]) -> dict[str, float]:
 
 
 def to_summary(result: Result) -> dict[str, Any]:
-    """Rates, percentiles and failures. Units: seconds, and counts a second."""
+    """Rates, percentiles and failures. Units: seconds, and counts per second."""
     whole = RunPeriod(result)
     kinds = {
         kind: {
@@ -174,7 +174,7 @@ def show(tables: Sequence[Table], page: Path | None = None) -> None:
 
 
 def new_table(title: str, columns: Sequence[str]) -> Table:
-    """A table; the first column names the row, the others are formatted numbers."""
+    """Create a table. The first column names the row; the other columns are formatted numbers."""
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -182,12 +182,12 @@ def new_table(title: str, columns: Sequence[str]) -> Table:
 
 
 def in_ms(seconds: float) -> str:
-    """Milliseconds to three figures; a dash if it was not measured."""
+    """Format seconds as milliseconds; a dash for NaN."""
     return in_number(seconds * 1000)
 
 
 def in_number(value: float) -> str:
-    """A number to three figures at least; a dash if it was not measured."""
+    """Format a number with at least three digits; a dash for NaN."""
     if math.isnan(value):
         return "-"
     if abs(value) >= 100:
@@ -195,11 +195,11 @@ def in_number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # of a phase
+SHOWN: tuple[Latency, ...] = ("TTFT", "E2E")  # the latencies in the table of rates
 
 
 def in_percent(ratio: float | None) -> str:
-    """A ratio in percent; a dash if it was not measured."""
+    """Format a ratio in percent; a dash for None."""
     return "-" if ratio is None else f"{ratio:.1%}"
 
 
@@ -223,7 +223,7 @@ def to_latency_table(result: Result) -> Table:
 
 def to_rate_table(result: Result) -> Table:
     """A row for each phase, and one for the whole run."""
-    title = f"Rates, a second ({describe_load(result.plan)})"
+    title = f"Rates per second ({describe_load(result.plan)})"
     columns = ["load", "asked", "answered", "tokens", "TTFT p90", "E2E p90"]
     has_objective = bool(str(result.objective))
     columns += ["good", "share"] if has_objective else []
@@ -240,9 +240,9 @@ def to_rate_table(result: Result) -> Table:
 
 
 def to_stage_table(result: Result) -> Table:
-    """Mean time of each stage of the server, by kind; no rows if the server reports none."""
+    """Mean time of each stage of the server, by kind. No rows if the server reports no stages."""
     table = new_table("Mean time of each stage, ms", ["kind", "all", "stages"])
-    table.columns[-1].justify = "left"  # a line that wraps: a column each does not fit a terminal
+    table.columns[-1].justify = "left"  # one cell that wraps: a column per stage would not fit
     for kind, records in by_kind(counted(result)).items():
         if found := mean_stages_s(records):
             stages = " + ".join(f"{name} {in_ms(value)}" for name, value in found.items() if value)

@@ -53,7 +53,7 @@ def run(
     json: Path | None = None,
     html: Path | None = None,
 ) -> int:
-    """Run the test and show its result; returns the exit code. Raises: LoadTestError."""
+    """Run the test and show its result. Returns the exit code. Raises: LoadTestError."""
     result = make_load(order, objective, engine)
     tables = [to_rate_table, to_latency_table, to_stage_table]
     show([table for make in tables if (table := make(result)).rows])
@@ -73,14 +73,14 @@ def run(
 
 
 def make_load(order: Order, objective: Objective, engine: str) -> Result:
-    """Load the server, or without a URL a temporary fleet with `engine`. Raises: LoadTestError."""
+    """Load the server or, without a URL, a temporary fleet with `engine`. Raises: LoadTestError."""
     if find_spec("locust") is None:
         raise LoadTestError("Locust is not installed: pip install '.[loadtest]'")
     wanted = order.target
     try:
         with nullcontext() if wanted.url else run_fleet(engine) as fleet:
             url = fleet.url if fleet else wanted.url
-            api_key = wanted.api_key if wanted.url else ""  # a temporary fleet has none
+            api_key = wanted.api_key if wanted.url else ""  # a temporary fleet requires none
             model = wanted.model or first_model(url, api_key)
             target = replace(wanted, url=url, model=model, api_key=api_key)
             records, core_ratio = drive(replace(order, target=target))
@@ -106,7 +106,7 @@ class DriverOutput:
     unexpected: str = ""  #: the first unexpected line
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
-        """Read lines until the process ends; an unexpected line ends it, because records may be lost."""
+        """Read lines until the process ends. Kills it after an unexpected line, because records may be lost."""
         decoder = msgspec.json.Decoder(Record | float)
         assert process.stdout is not None
         for text in process.stdout:
@@ -123,7 +123,7 @@ class DriverOutput:
 
 
 def drive(order: Order) -> tuple[list[Record], float]:
-    """The records of a load, and the ratio of a core that the client used. Raises: LoadTestError."""
+    """Run the load generator. Returns its records, and the ratio of a core that it used. Raises: LoadTestError."""
     output = DriverOutput()
     with TemporaryFile() as complaints, driver(order, complaints.fileno()) as process:
         reader = Thread(target=output.read, args=(process,))
@@ -143,7 +143,7 @@ def drive(order: Order) -> tuple[list[Record], float]:
 
 @contextmanager
 def driver(order: Order, complaints: int) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that generates the load; it ends with this process."""
+    """Run the load generator as a process. It is killed at the end of the block."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         DRIVER, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=complaints, start_new_session=True

@@ -1,4 +1,4 @@
-"""Messages of chat requests; the same seed gives the same messages.
+"""Messages of chat requests. The same seed produces the same messages.
 
 Used by the users and the open loop. No network, no clock, no Locust.
 """
@@ -39,7 +39,7 @@ Scenario = Callable[[random.Random], Question]
 
 
 def text(draw: random.Random) -> Question:
-    """A random sentence; its number makes it new to a prefix cache."""
+    """A random sentence. Its number makes it new to a prefix cache."""
     sentence = f"{draw.choice(WISHES)} {draw.choice(SUBJECTS)}, no. {draw.randrange(MAX_NUMBER)}."
     return Question([user_message([text_part(sentence)])])
 
@@ -47,8 +47,8 @@ def text(draw: random.Random) -> Question:
 class Conversation:
     """Questions about one image, each with the conversation so far.
 
-    An answered turn is followed by the next one of the same conversation; a failed one ends it. A new conversation
-    begins while all others wait for an answer.
+    After an answered turn, the conversation continues; a failed turn ends it. If all conversations wait for an answer,
+    a new one begins.
     """
 
     def __init__(self, album: Album) -> None:
@@ -112,7 +112,7 @@ def image_part(url: str) -> dict[str, Any]:
 def to_chat_body(
     model: str, messages: list[Message], max_tokens: int, stream: bool
 ) -> dict[str, Any]:
-    """A greedy request; a stream ends with its usage."""
+    """A greedy request. The last chunk of a stream has the usage."""
     body: dict[str, Any] = {"model": model, "messages": messages}
     body |= {"max_tokens": max_tokens, "temperature": 0}
     if stream:
