@@ -1,6 +1,6 @@
 """The chat, applications and admin pages, and the API reference: static files that browsers get without a key.
 
-They have no secrets: a page asks its user for the API key, and sends the key with each call. The content security
+They contain no secrets: a page asks its user for the API key, and sends the key with each call. The content security
 policy allows only scripts of, and connections to, this gateway, so that no text of a model or client is run as code.
 
 Source: Content Security Policy Level 3; Trusted Types; RFC 9110, sections 8.8.3 and 13.1.2.

@@ -7,10 +7,10 @@ import { KeysView } from "./keys.js";
 import { UsageView } from "./usage.js";
 
 const PAUSE_MS = 2000;
-const ROUNDS = 8; // refreshes of the fleet per refresh of the other parts
+const ROUNDS = 8; // refreshes of the fleet and requests per refresh of the other parts
 const OFTEN = ["fleet", "requests"];
 const find = (selector) => document.querySelector(selector);
-const problems = new Map(); // by what could not be read
+const problems = new Map(); // error messages by part that could not be read
 const usage = new UsageView(find("#usage-form"), () => load("usage"));
 const keys = new KeysView(find("#keys"), () => Promise.all([load("keys"), load("audit")]));
 const PARTS = {
@@ -32,7 +32,7 @@ async function load(part) {
   const path = PARTS[part].path();
   try {
     const answer = await read(path);
-    if (path !== PARTS[part].path()) return; // something else was chosen meanwhile
+    if (path !== PARTS[part].path()) return; // the user has chosen another period meanwhile
     PARTS[part].show(answer);
     problems.delete(part);
   } catch (error) {

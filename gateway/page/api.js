@@ -1,4 +1,4 @@
-// Client of the gateway's API. The key is kept in memory, and by some pages for the tab.
+// Client of the gateway's API. The key stays in memory; some pages also store it for the tab.
 
 import { readEvents } from "./events.js";
 
@@ -8,7 +8,7 @@ export function setKey(key) {
   apiKey = key;
 }
 
-/** An error of the gateway; status 0: it could not be reached. `message` is shown to the user. */
+/** An error of the gateway. `message` is shown to the user. Status 0: the gateway could not be reached. */
 export class ApiError extends Error {
   constructor(message, { status = 0, retryAfter = null, param = null } = {}) {
     super(message);
@@ -28,12 +28,12 @@ export async function listApplications() {
   return (await read("v1/applications")).data;
 }
 
-/** A JSON answer. Throws ApiError. */
+/** Read a JSON answer. Throws ApiError. */
 export async function read(path) {
   return (await call(path)).json();
 }
 
-/** Create a key. The answer has the key itself. Throws ApiError. */
+/** Create a key. Only this answer contains the key itself. Throws ApiError. */
 export async function createKey(body) {
   return (await post("v1/admin/keys", body)).json();
 }
@@ -48,7 +48,7 @@ export async function revokeKey(name) {
   return (await call(`v1/admin/keys/${encodeURIComponent(name)}`, { method: "DELETE" })).json();
 }
 
-/** Tokenize messages: `{count, max_model_len, frames}`. Throws ApiError. */
+/** Count the tokens of messages. Returns `{count, max_model_len, frames}`. Throws ApiError. */
 export async function countTokens(body) {
   return (await post("tokenize", body)).json();
 }
@@ -106,7 +106,7 @@ async function call(path, options = {}) {
     options.signal?.throwIfAborted();
     throw new ApiError("The gateway cannot be reached. Is it still running?");
   }
-  if (response.status === 401 && key !== apiKey) return call(path, options); // the user has given another key meanwhile
+  if (response.status === 401 && key !== apiKey) return call(path, options); // the user has entered another key meanwhile
   if (!response.ok) throw await toError(response);
   return response;
 }

@@ -7,8 +7,8 @@ import { askForKey, rememberKey } from "./key_dialog.js";
 const PAUSE_MS = 2000;
 const MAX_EVENTS = 12;
 const find = (selector) => document.querySelector(selector);
-const shown = new Map(); // articles by the name of the deployment
-const counted = new Map(); // answers of a version, and when they were counted
+const shown = new Map(); // articles by name of the deployment
+const counted = new Map(); // by version: number of ended requests, and when they were counted
 
 async function follow() {
   for (;;) {

@@ -2,14 +2,14 @@
 
 const HEIGHT = 220;
 const MARGIN = { left: 44, right: 14, top: 12, bottom: 26 };
-const LABEL_WIDTH = 48; // of a day
+const LABEL_WIDTH = 48; // width of a day's label
 const SPACE = "http://www.w3.org/2000/svg";
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 
 /** Draw series (`{name, values, className}`, one value per day) into an SVG element. */
 export function drawBars(svg, { days, series }) {
   const width = svg.clientWidth;
-  if (!width) return; // not shown
+  if (!width) return; // the chart is hidden
   const [innerWidth, innerHeight] = [width - MARGIN.left - MARGIN.right, HEIGHT - MARGIN.top - MARGIN.bottom];
   const sums = days.map((_, place) => series.reduce((sum, { values }) => sum + values[place], 0));
   const top = roundUp(Math.max(...sums, 0));
@@ -17,7 +17,7 @@ export function drawBars(svg, { days, series }) {
   const step = innerWidth / days.length;
   const toX = (place) => MARGIN.left + step * place;
   svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
-  const ticks = top % 2 === 1 ? [0, top] : [0, top / 2, top]; // whole numbers only
+  const ticks = top % 2 === 1 ? [0, top] : [0, top / 2, top]; // labels are whole numbers
   const marks = ticks.flatMap((value) => [
     make("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: toY(value), y2: toY(value) }),
     make("text", { x: MARGIN.left - 6, y: toY(value) + 4, "text-anchor": "end" }, compact.format(value)),

@@ -1,20 +1,20 @@
-// The messages of a conversation, and the request body made of them. No HTTP, no DOM.
+// The exchanges of a conversation, and the messages that a request sends. No HTTP, no DOM.
 
 import { kindOf } from "./images.js";
 
-/** Questions with their answers. Questions without an answer (failed, or stopped at once) are not sent again. */
+/** Questions with their answers. Questions without any answer (failed or stopped) are not sent again. */
 export class Conversation {
   constructor({ id = toId(), exchanges = [] } = {}) {
     this.id = id;
     this.exchanges = exchanges;
   }
 
-  /** The exchanges before `exchange`; all without it. */
+  /** The exchanges before `exchange`, or all exchanges if it is null. */
   before(exchange) {
     return exchange ? this.exchanges.slice(0, this.exchanges.indexOf(exchange)) : this.exchanges;
   }
 
-  /** Append a question; with `instead`, replace this exchange and all later ones. Returns the new exchange. */
+  /** Append a question. With `instead`, it replaces this exchange and all later ones. Returns the new exchange. */
   add(question, { instead = null, isJson = false } = {}) {
     if (instead) this.exchanges.length = this.exchanges.indexOf(instead);
     const exchange = { question, answer: "", thought: "", calls: [], isJson, note: "", isError: false, measured: null };
@@ -22,7 +22,7 @@ export class Conversation {
     return exchange;
   }
 
-  /** The messages of the request for the last question, with all answered exchanges before it. */
+  /** The messages of a request: the answered exchanges, and the last question. */
   toMessages(system) {
     const answered = this.exchanges.slice(0, -1).filter(isAnswered);
     const turns = answered.flatMap(({ question, answer, calls }) => [
@@ -38,7 +38,7 @@ export function isAnswered({ answer, calls }) {
   return Boolean(answer || calls.length);
 }
 
-/** Add the deltas of function calls in a chunk to `calls`. */
+/** Append the function call deltas of a chunk to `calls`. */
 export function addCalls(calls, pieces) {
   for (const { index, id, function: { name = "", arguments: text = "" } } of pieces) {
     calls[index] ??= { id, type: "function", function: { name: "", arguments: "" } };
@@ -57,7 +57,7 @@ export function textOf({ text, results = [] }) {
   return [text, ...results.map(({ content }) => content)].join("");
 }
 
-/** A question as messages: `{text, images}` as a user message with images first, as in training; `{results}` as tool messages. */
+/** The messages of a question: a user message, with images first as in training, or a tool message per result. */
 function toMessages({ text, images, results }) {
   if (results) return results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
   const parts = images.map((image) => {

@@ -2,7 +2,7 @@
 
 const SHOWN_MS = 2000;
 
-/** A button that copies the result of `getText`, and announces this in `announcer`. */
+/** A button that copies the result of `getText`, and announces the outcome in `announcer`. */
 export function toCopyButton(label, getText, announcer = document.querySelector("#announcer")) {
   const button = document.createElement("button");
   button.type = "button";
@@ -12,7 +12,7 @@ export function toCopyButton(label, getText, announcer = document.querySelector(
   button.addEventListener("click", async () => {
     const isCopied = await copy(getText());
     button.textContent = isCopied ? "Copied" : "Not copied";
-    announcer.textContent = isCopied ? "Copied." : "The browser does not let this page copy.";
+    announcer.textContent = isCopied ? "Copied." : "The browser does not allow this page to copy.";
     setTimeout(() => (button.textContent = "Copy"), SHOWN_MS);
   });
   return button;
@@ -23,7 +23,7 @@ async function copy(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copyBySelection(text); // no clipboard but on https and localhost
+    return copyBySelection(text); // the clipboard API exists only on https and localhost
   }
 }
 

@@ -64,7 +64,7 @@ function toSchema(name, schema) {
   return details;
 }
 
-/** A schema in one line: text, and links to named schemas. */
+/** Describe a schema in one line: text, and links to named schemas. */
 function typeOf(schema = {}) {
   if (schema.$ref) {
     const name = schema.$ref.split("/").at(-1);

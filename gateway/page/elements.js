@@ -12,7 +12,7 @@ export function toButton(text, label, onClick) {
   return button;
 }
 
-/** A time of the API, in epoch seconds. */
+/** A `<time>` element. `seconds`: epoch seconds. */
 export function toTime(seconds, options = { dateStyle: "medium", timeStyle: "short" }) {
   const at = new Date(seconds * 1000);
   return Object.assign(element("time", at.toLocaleString(undefined, options)), { dateTime: at.toISOString() });

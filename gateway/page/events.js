@@ -1,4 +1,4 @@
-// Parses server-sent events of a response's body.
+// Parses the server-sent events of a response body.
 
 /** The data of each event, as it arrives. Comments (`: keep-alive`) are skipped. */
 export async function* readEvents(body) {
@@ -12,7 +12,7 @@ export async function* readEvents(body) {
   }
 }
 
-/** The body's text; closes the connection if the reader stops early. */
+/** The text of the body. Closes the connection if the consumer stops early. */
 async function* readText(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   try {

@@ -4,10 +4,10 @@ import { ApiError, embed } from "./api.js";
 import { makeThumbnail, readImage } from "./images.js";
 
 export const MAX_IMAGES = 5000; // their vectors and thumbnails stay in the page's memory
-const SENT_SIZE = { maxBytes: 512 * 1024, maxSide: 768 }; // models scale images down to less
+const SENT_SIZE = { maxBytes: 512 * 1024, maxSide: 768 }; // models scale images down further
 const THUMBNAIL_SIDE = 320;
 const BATCH = 8;
-const MAX_REFUSALS = 5; // of an overloaded gateway, in a row
+const MAX_REFUSALS = 5; // consecutive refusals of an overloaded gateway before giving up
 
 export class Gallery {
   /** `onChange`: called when images or vectors were added. */
@@ -26,7 +26,7 @@ export class Gallery {
     return this.images.filter(({ vector }) => vector).length;
   }
 
-  /** Add new images. Returns how many were over the limit. */
+  /** Add new images. Returns the number of images beyond the limit, which are not added. */
   add(files) {
     const known = new Set(this.images.map(({ file }) => nameOf(file)));
     const found = files.filter((file) => file.type.startsWith("image/") && !known.has(nameOf(file)));
@@ -35,7 +35,7 @@ export class Gallery {
     return found.length - taken.length;
   }
 
-  /** Use another model: vectors of different models cannot be compared. */
+  /** Remove all vectors before another model is used, because vectors of different models cannot be compared. */
   forgetVectors() {
     for (const image of this.images) image.vector = null;
   }

@@ -4,7 +4,7 @@ import { isAnswered, textOf, toMarkdown } from "./conversation.js";
 import { toButton } from "./elements.js";
 
 const MAX_CONVERSATIONS = 100;
-const MAX_CHARS = 64_000_000; // of all together; images are most of it
+const MAX_CHARS = 64_000_000; // of all conversations together, mostly for images
 const MAX_TITLE_CHARS = 120;
 const DOWNLOAD_MS = 60_000; // the browser has read the file by then
 
@@ -14,7 +14,7 @@ export class KeptConversations {
     this.maxConversations = maxConversations;
     this.maxChars = maxChars;
     this.opening = openDatabase(name);
-    this.opening.catch(() => {}); // each call reports the failure
+    this.opening.catch(() => {}); // each method that needs the database reports the failure
   }
 
   /** `{id, title, changedAt, numChars}` of each conversation, newest first. */
@@ -35,7 +35,7 @@ export class KeptConversations {
     const title = answered[0].question.text.slice(0, MAX_TITLE_CHARS);
     const all = await this.list();
     const others = all.filter((other) => other.id !== id);
-    const changedAt = Math.max(Date.now(), (all[0]?.changedAt ?? 0) + 1); // the newest, whatever the clock says
+    const changedAt = Math.max(Date.now(), (all[0]?.changedAt ?? 0) + 1); // sorts first, even if the clock was set back
     const entry = { id, title, changedAt, numChars: answered.reduce((sum, each) => sum + countChars(each), 0) };
     const hasRoom = () =>
       others.length < this.maxConversations && others.reduce((sum, { numChars }) => sum + numChars, entry.numChars) <= this.maxChars;
@@ -94,7 +94,7 @@ function countChars({ question, answer }) {
   return question.images.reduce((sum, { url }) => sum + url.length, textOf(question).length + answer.length);
 }
 
-/** The dialog with the list. `onOpen` gets `{id, exchanges}`; `onRemove`: called when the open conversation was removed. */
+/** The dialog with the list. `onOpen` is called with `{id, exchanges}`, `onRemove` after the open conversation was removed. */
 export class HistoryView {
   constructor(dialog, { onOpen, onRemove }) {
     this.dialog = dialog;
@@ -105,7 +105,7 @@ export class HistoryView {
     this.clear.addEventListener("click", () => this.clearAll());
     dialog.querySelector(".close").addEventListener("click", () => dialog.close());
     addEventListener("hashchange", () => this.setOpen(this.openId));
-    this.openId = history.state?.conversation ?? null; // of this tab: it survives a reload
+    this.openId = history.state?.conversation ?? null; // survives a reload of this tab
   }
 
   /** Open the conversation that this tab showed before it was reloaded. */
@@ -190,7 +190,7 @@ export class HistoryView {
     if (id === this.openId) this.onRemove();
   }
 
-  /** Ask for confirmation, then remove all. */
+  /** The first click asks for confirmation, the second one removes all conversations. */
   async clearAll() {
     const question = `Remove all ${this.numShown} for good?`;
     if (this.clear.textContent !== question) {

@@ -1,10 +1,10 @@
-// Images, videos and audio of a message: read, shrink, and the tray of files to send.
+// Images, videos and audio of a message: reads and shrinks them, and shows the tray of files to send.
 
 const ACCEPTED = ["image/png", "image/jpeg", "image/webp"];
 const CHAT_SIZE = { maxBytes: 2 * 1024 * 1024, maxSide: 2048 }; // every follow-up sends the image again
 const QUALITY = 0.9;
 
-/** A file as `{name, url}` with a data URL that the gateway accepts. Throws Error with a message for the user. */
+/** Read an image as `{name, url}`. The gateway accepts the data URL. Throws Error with a message for the user. */
 export async function readImage(blob, name, { maxBytes, maxSide, maxPixels = Infinity } = CHAT_SIZE) {
   const image = await decode(blob, name);
   const { width, height } = image;
@@ -15,7 +15,7 @@ export async function readImage(blob, name, { maxBytes, maxSide, maxPixels = Inf
   return { name, url };
 }
 
-/** Decode a file's image, with its EXIF rotation. Throws Error with a message for the user. */
+/** Decode an image and apply its EXIF rotation. Throws Error with a message for the user. */
 async function decode(blob, name) {
   try {
     return await (blob.type === "image/svg+xml" ? decodeDrawing(blob) : createImageBitmap(blob));
@@ -69,7 +69,7 @@ export function kindOf({ url }) {
   return /^data:(video|audio)\//.exec(url)?.[1] ?? "image";
 }
 
-/** An image as an `<img>`, a video as a `<video>`, audio as an `<audio>`. */
+/** The `<img>`, `<video>` or `<audio>` element of an image, video or audio. */
 export function toImage(image) {
   const kind = kindOf(image);
   const element = document.createElement(kind === "image" ? "img" : kind);
@@ -80,7 +80,7 @@ export function toImage(image) {
   return element;
 }
 
-/** A button that enlarges an image; for media without a picture, its name. */
+/** A button that enlarges an image or video, or plays audio. Audio is shown by its name. */
 export function toZoomable(image) {
   const isAudio = kindOf(image) === "audio";
   const button = document.createElement("button");
@@ -109,10 +109,10 @@ function zoom(image) {
   dialog.showModal();
 }
 
-/** The dropped files, also of folders. Must be called during the event. */
+/** The dropped files, including files in folders. Must be called during the drop event. */
 export async function filesIn(dataTransfer) {
   const entries = [...dataTransfer.items].map((item) => item.webkitGetAsEntry());
-  if (!entries.every(Boolean)) return [...dataTransfer.files]; // made by a script
+  if (!entries.every(Boolean)) return [...dataTransfer.files]; // a script created the event
   return (await Promise.all(entries.map(readEntry))).flat();
 }
 
@@ -135,7 +135,7 @@ export class ImageTray {
     this.onChange = onChange;
   }
 
-  /** Add files. `maxPixels`: of one image. Returns the added items. */
+  /** Add a file. `maxPixels`: limit of an image. Returns the added item. */
   async add(blob, name, maxPixels) {
     const [kind] = blob.type.split("/");
     const added = kind === "video" || kind === "audio"

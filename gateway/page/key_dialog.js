@@ -7,16 +7,16 @@ const input = document.querySelector("#key");
 const problem = document.querySelector("#key-error");
 
 let asking = null;
-let slot = null; // where this tab keeps the key, if it does
+let slot = null; // name of the stored key in this tab; null: the key is not stored
 let storage = null;
 
-/** Use the key that was last entered on this page in this tab, and store the next one. Keys of other pages have other roles. */
+/** Use the key that was last entered on `page` in this tab, and store later ones. Pages need keys with different roles. */
 export function rememberKey(page) {
   slot = `vlm-key-${page}`;
   try {
     storage = sessionStorage;
   } catch {
-    return; // the browser keeps nothing for this site
+    return; // the browser does not allow this site to store data
   }
   useKey(storage.getItem(slot) ?? "");
 }
@@ -25,7 +25,7 @@ export function forgetKey() {
   storage?.removeItem(slot);
 }
 
-/** Resolves when the user has entered a key. With a key already set, the gateway has refused it. */
+/** Resolves when the user has entered a key. If a key was set before, the dialog reports that the gateway refused it. */
 export function askForKey() {
   asking ??= new Promise((resolve) => {
     dialog.addEventListener("submit", () => resolve(input.value.trim()), { once: true });
@@ -44,5 +44,5 @@ function useKey(key) {
   if (key) problem.textContent = "The gateway refused that key.";
 }
 
-// Escape does not close the dialog, as the page is empty without a key.
+// Reopen the dialog after Escape, because the page is empty without a key.
 dialog.addEventListener("close", () => asking && dialog.showModal());

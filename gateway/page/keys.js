@@ -7,8 +7,8 @@ import { element, toButton, toTime } from "./elements.js";
 const DAY_S = 86400;
 const SHOWN_ELSEWHERE = ["object", "name", "state"];
 const ACTIONS = {
-  Rotate: { act: rotateKey, text: "It gets a new key with the same data, limits and expiry. The present one ends within two seconds." },
-  Revoke: { act: revokeKey, text: "Its open requests end, and within two seconds no gateway accepts it. Its name cannot be used again. This cannot be undone." },
+  Rotate: { act: rotateKey, text: "This creates a new key with the same data, limits and expiry. The current key stops working within two seconds." },
+  Revoke: { act: revokeKey, text: "Its open requests fail, and within two seconds no gateway accepts it. Its name cannot be used again. This cannot be undone." },
 };
 const find = (selector) => document.querySelector(selector);
 
@@ -18,7 +18,7 @@ export class KeysView {
     this.list = list;
     this.onChanged = onChanged;
     this.shown = "";
-    this.action = null; // what is to be confirmed
+    this.action = null; // runs after the user has confirmed it
     this.newKey = find("#new-key");
     const told = find("#new-dialog [role=status]");
     find("#new-dialog .primary").before(toCopyButton("Copy the key", () => this.newKey.value, told));
@@ -66,7 +66,7 @@ export class KeysView {
 
   show(keys) {
     const state = JSON.stringify(keys);
-    if (state === this.shown) return; // the focus stays
+    if (state === this.shown) return; // keeps the focus
     this.shown = state;
     const focused = document.activeElement.closest(".keys button")?.ariaLabel;
     const [active, ended] = [true, false].map((isActive) => keys.filter((key) => (key.state === "active") === isActive));
@@ -110,7 +110,7 @@ function toText(field, value) {
   return typeof value === "number" ? value.toLocaleString("en") : String(value);
 }
 
-/** The form as a request body, without empty fields. */
+/** The request body of the form, without empty fields. */
 function toBody(form) {
   const fields = [...form.elements].filter((field) => field.name && field.type !== "checkbox" && field.value.trim());
   const body = Object.fromEntries(fields.map((field) => [field.name, field.type === "number" ? field.valueAsNumber : field.value.trim()]));

@@ -5,7 +5,7 @@ import { kindOf } from "./images.js";
 
 const NAMES = { image: ["image", "images"], video: ["video", "videos"], audio: ["audio clip", "audio clips"] };
 
-/** Why the gateway would refuse `question` after the `earlier` exchanges, as a message for the user; "" if it would not. */
+/** A message if the gateway would refuse `question` after the `earlier` exchanges; "" if it would accept it. */
 export function findProblem(model, earlier, question, system = "") {
   const limits = model?.limits ?? {};
   const { max_text_chars: maxChars } = limits;

@@ -1,4 +1,4 @@
-// Connects the parts of the page: sends questions, and shows answers. The parts don't depend on each other.
+// Connects the components of the chat page: sends questions, and shows answers.
 
 import { ApiError, countTokens, listModels, streamAnswer } from "./api.js";
 import { addCalls, Conversation } from "./conversation.js";
@@ -28,9 +28,9 @@ const kept = new HistoryView(find("#history"), { onOpen: showConversation, onRem
 
 let conversation = new Conversation();
 let models = [];
-let refreshing = null; // the promise of the models that are being asked for
-let isAway = false; // the gateway did not answer
-let timer = null; // of the next refresh of the models
+let refreshing = null; // the promise of the current refresh of the models
+let isAway = false; // whether the gateway did not answer the last request
+let timer = null; // the timer of the next refresh of the models
 let running = null; // the AbortController of the current answer
 
 // --- asking ---------------------------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ function showHint(message) {
   hint.textContent = message;
 }
 
-/** Show at once why the gateway would refuse the chosen images. */
+/** Show why the gateway would refuse the chosen images, before they are sent. */
 function showProblem() {
   showHint(findProblem(chosenModel(), conversation.before(), { text: "", images: tray.images }));
 }
@@ -153,7 +153,7 @@ function submit() {
     return;
   }
   if (!find("#model").value) {
-    showHint("There is no model yet; a worker has to start first.");
+    showHint("No model is available yet: wait until a worker has started.");
     return;
   }
   if (ask({ text, images: tray.images })) {
@@ -177,7 +177,7 @@ async function addFiles(files) {
   question.focus();
 }
 
-/** Show how much of the model's context a video or audio uses, or that the model refuses it. */
+/** Show how much of the model's context a video or audio uses. Throws ApiError if the model refuses it. */
 async function showTokens(added) {
   const { id: model, tasks } = chosenModel() ?? {};
   if (!tasks?.includes("tokenize")) return;
@@ -225,7 +225,7 @@ async function loadModels() {
   } catch (error) {
     if (error.status === 401) return askForKey().then(loadModels);
     isAway = error.status === 0;
-    find("#fleet").textContent = error.status === 0 ? "gateway away" : "not ready";
+    find("#fleet").textContent = error.status === 0 ? "gateway unreachable" : "not ready";
     find("#fleet").classList.add("told");
   }
 }
@@ -237,7 +237,7 @@ function chosenModel() {
 function showModel() {
   const model = chosenModel();
   find("#fleet").textContent = describeModel(model);
-  find("#fleet").classList.toggle("told", !model?.num_workers); // on small screens too
+  find("#fleet").classList.toggle("told", !model?.num_workers); // show it on small screens too
   settings.elements.max_tokens.max = model?.limits?.max_output_tokens ?? "";
   microphone.show(model?.input_modalities?.includes("audio"));
 }

@@ -1,18 +1,18 @@
-// Renders the Markdown of answers: marked makes tokens, this file makes nodes. Text only becomes text nodes;
-// markup, images and addresses other than http(s) stay text. Everything beyond a bound is shown as text.
+// Renders the Markdown of answers: marked creates tokens, and this file creates DOM nodes. HTML, images and URLs other
+// than http(s) are shown as text, and so is everything beyond a limit.
 
 import { toCopyButton } from "./copy.js";
 import { Lexer, Tokenizer } from "./marked.js";
 
-const MAX_DEPTH = 8; // of quotes, lists and emphasis
+const MAX_DEPTH = 8; // maximum nesting of quotes, lists and emphasis
 const MAX_COLUMNS = 100;
-const MAX_CELLS = 2000; // of one table
-const MAX_BLOCKS = 2000; // of a text, and items of a list
-const MAX_INLINE = 5000; // characters of one paragraph, heading or cell: marked's time grows with their square
-const MAX_LINE = 5000; // marked recurses for each mark of a line
+const MAX_CELLS = 2000; // maximum cells of one table
+const MAX_BLOCKS = 2000; // maximum blocks of a text, and items of a list
+const MAX_INLINE = 5000; // maximum characters of a paragraph, heading or cell, because marked takes quadratic time
+const MAX_LINE = 5000; // maximum characters of a line, because marked recurses for each block marker of a line
 const MAX_LINES = 5000;
 
-/** Shows a growing text in `element`. Complete blocks are not rendered again. */
+/** Shows a growing text in `element`. Unchanged blocks are not rendered again. */
 export class MarkdownView {
   constructor(element) {
     this.element = element;
@@ -53,7 +53,7 @@ class BoundedTokenizer extends Tokenizer {
   }
 }
 
-/** The blocks of a text, and the lexer that knows its link definitions. */
+/** Parse a text into blocks. The returned lexer has the link definitions of the text. */
 function parse(text) {
   const lexer = new Lexer({ gfm: true, tokenizer: new BoundedTokenizer() });
   const lines = text.replaceAll("\r\n", "\n").split("\n");
@@ -70,7 +70,7 @@ function parse(text) {
   }
 }
 
-/** At most `MAX_BLOCKS` tokens; the last one stands for all others. */
+/** At most `MAX_BLOCKS` tokens. The last one contains the source text of all further tokens. */
 function bounded(tokens) {
   if (tokens.length <= MAX_BLOCKS) return tokens;
   const rest = tokens.splice(MAX_BLOCKS - 1).map(({ raw }) => raw);
@@ -89,7 +89,7 @@ class NodeMaker {
 
   hr = () => create("hr");
   code = ({ text, lang }) => toCodeBlock(text, lang);
-  heading = ({ depth: level, text }, depth) => create(`h${Math.min(6, level + 2)}`, ...this.toInline(text, depth)); // below the page's own
+  heading = ({ depth: level, text }, depth) => create(`h${Math.min(6, level + 2)}`, ...this.toInline(text, depth)); // below the headings of the page
   paragraph = ({ text }, depth) => create("p", ...this.toInline(text, depth));
   blockquote = ({ tokens }, depth) => create("blockquote", ...this.toBlocks(tokens, depth));
 
@@ -158,7 +158,7 @@ class NodeMaker {
   }
 }
 
-/** A link that opens a new tab without referrer; only text if the URL is not safe. */
+/** A link that opens a new tab without referrer; undefined if the URL is not http(s). */
 function toLink(href, inner) {
   const url = URL.parse(href);
   if (!url || !["http:", "https:"].includes(url.protocol)) return undefined;

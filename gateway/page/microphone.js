@@ -1,6 +1,6 @@
 // Records the microphone to a file.
 
-/** `button` starts and ends a recording; its file goes to `onFile`, messages for the user to `onProblem`. */
+/** `button` starts and ends a recording. `onFile` receives the file, and `onProblem` messages for the user. */
 export class Microphone {
   constructor(button, { onFile, onProblem }) {
     this.button = button;
@@ -10,7 +10,7 @@ export class Microphone {
     button.addEventListener("click", () => (this.recorder ? this.recorder.stop() : this.record()));
   }
 
-  /** Browsers allow the microphone only on https and localhost. */
+  /** Show or hide the button. Browsers allow the microphone only on https and localhost. */
   show(isWanted) {
     this.button.hidden = !(isWanted && navigator.mediaDevices);
   }

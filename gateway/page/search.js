@@ -1,4 +1,4 @@
-// The search view: add images, search by text or image, see results. Images are stored only in this page.
+// The search view: adds images, searches by text or image, and shows results. Images are stored only in this page.
 
 import { ApiError } from "./api.js";
 import { embedImage, embedWords, Gallery, MAX_IMAGES } from "./gallery.js";
@@ -23,10 +23,10 @@ export class SearchView {
     this.onKeyRefused = onKeyRefused;
     this.gallery = new Gallery(() => this.show());
     this.models = [];
-    this.modelKey = ""; // of the model that made the vectors
+    this.modelKey = ""; // name and version of the model that computed the vectors
     this.query = null; // {text | file, label, vector, thumbnail}
-    this.embedding = null; // the AbortController of images that are embedded
-    this.asking = null; // the AbortController of the question that is under way
+    this.embedding = null; // the AbortController of `embedAll` while it runs
+    this.asking = null; // the AbortController of the current query
     this.listen();
   }
 
@@ -66,7 +66,7 @@ export class SearchView {
     return this.models.find(({ id }) => id === find("#search-model").value);
   }
 
-  /** Embed all images again, with another model or a new version of the model. */
+  /** Embed all images again if another model, or a new version of the model, is chosen. */
   follow() {
     const key = this.model ? `${this.model.id}@${this.model.digest}` : "";
     find("#search-fleet").textContent = this.model ? describeModel(this.model) : "";
@@ -103,7 +103,7 @@ export class SearchView {
     const { id } = this.model;
     this.show();
     await this.try((signal) => this.gallery.embedAll(id, signal), controller.signal);
-    if (this.embedding !== controller) return; // it was stopped
+    if (this.embedding !== controller) return; // stopped
     this.stop();
     tell(find("#announcer"), this.describe());
   }
@@ -152,7 +152,7 @@ export class SearchView {
     this.show();
   }
 
-  /** Run `act`. If the key is refused, ask for another key and retry once; show other errors. */
+  /** Run `action`. If the key is refused, ask for another key and retry once. Other errors are shown. */
   async try(action, signal) {
     try {
       await action(signal).catch(async (error) => {
@@ -192,7 +192,7 @@ export class SearchView {
     const isBusy = this.embedding !== null;
     const words = [isBusy ? `${numDone} of ${count(images.length, "image")}` : count(numDone, "image")];
     if (isBusy && problem) words.push(problem);
-    if (!isBusy && numDone < images.length) words.push(`${images.length - numDone} not looked at yet`);
+    if (!isBusy && numDone < images.length) words.push(`${images.length - numDone} not embedded yet`);
     if (skipped.length) words.push(`${count(skipped.length, "file")} left out: ${skipped.slice(0, 3).join(", ")}`);
     return words.join(" \u00b7 ");
   }
@@ -233,7 +233,7 @@ export class SearchView {
   }
 }
 
-/** Announce a message once, as a live region is read again with each change. */
+/** Set a text only if it differs, because screen readers announce a live region after each change. */
 function tell(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }

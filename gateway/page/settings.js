@@ -1,8 +1,8 @@
-// The settings form as fields of a request. Empty fields are omitted.
+// Reads the settings form as fields of a request, and shows the models. Empty fields are omitted.
 
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 
-/** The fields of the request and the system message, or null if one is wrong. */
+/** The fields of the request and the system message, or null if a field is invalid. */
 export function readSettings(form) {
   const { answer_as: as, schema, tools, must_call: mustCall, system } = form.elements;
   schema.required = as.value === "schema";
@@ -41,7 +41,7 @@ export function showModels(select, models) {
 
 /** One line about a model: its workers, and whether it accepts images. */
 export function describeModel(model) {
-  if (!model) return "no worker has come yet";
+  if (!model) return "no worker yet";
   const workers = `${model.num_workers} worker${model.num_workers === 1 ? "" : "s"}`;
   const worked = model.num_workers === 0 ? "no worker now: questions wait" : workers;
   return model.supports_images ? worked : `${worked}, text only`;

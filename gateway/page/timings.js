@@ -1,4 +1,4 @@
-// The timings of an answer: one line, which opens to a bar of the stages, their numbers, and more facts.
+// Shows the timings of an answer: one line, which expands to a bar of the stages, their durations, and more facts.
 
 const LABELS = {
   ingest: "ingest",
@@ -12,7 +12,7 @@ const LABELS = {
   relay: "relay",
 };
 
-/** The stages in their order. Units: seconds. */
+/** The stages in order, without stages of 0 seconds. */
 function stagesOf(timings) {
   return Object.keys(LABELS)
     .map((name) => ({ name, seconds: timings[`${name}_s`] ?? 0 }))
@@ -41,7 +41,7 @@ export function showTimings(footer, { timings, usage }) {
 function toSegment({ name, seconds }) {
   const segment = document.createElement("span");
   segment.className = `stage-${name}`;
-  segment.style.flexGrow = seconds * 1e6; // shares of a whole only above 1
+  segment.style.flexGrow = seconds * 1e6; // a sum of flex-grow below 1 would not fill the bar
   segment.title = `${LABELS[name]} ${formatTime(seconds)}`;
   return segment;
 }
@@ -67,7 +67,7 @@ function toFacts(timings, usage, stages) {
   return { brief, more };
 }
 
-/** Lines break only between facts. */
+/** Join facts so that lines break only between them. */
 function join(facts) {
   return facts.map((fact) => fact.replaceAll(" ", "\u00a0")).join("\u00a0\u00b7 ");
 }

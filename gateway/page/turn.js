@@ -6,7 +6,7 @@ import { MarkdownView, toCodeBlock } from "./markdown.js";
 import { showTimings } from "./timings.js";
 
 export class Turn {
-  /** `onAsk` gets a question that replaces this one, `onResults` the results of function calls. Both return whether it was sent. */
+  /** `onAsk` receives a question that replaces this one, `onResults` the results of calls. Both return whether it was sent. */
   constructor(template, exchange, { onAsk, onResults }) {
     this.exchange = exchange;
     this.onAsk = onAsk;
@@ -76,7 +76,7 @@ export class Turn {
     this.find(".question").classList.toggle("edited", isEditing);
   }
 
-  /** Show the grown answer in the next frame. */
+  /** Show the changed answer in the next animation frame. */
   update() {
     this.frame ??= requestAnimationFrame(() => this.show());
   }
@@ -139,7 +139,7 @@ function submitOnEnter(form) {
   });
 }
 
-/** Indented JSON; incomplete JSON is unchanged. */
+/** Indent JSON. Incomplete JSON is returned unchanged. */
 function indent(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);

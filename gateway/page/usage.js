@@ -5,15 +5,15 @@ import { element, fillRows } from "./elements.js";
 
 const NUM_DAYS = 28;
 const DAY_MS = 86_400_000;
-const MAX_SERIES = 6; // by name; the rest is one
+const MAX_SERIES = 6; // named series; further ones are joined into one
 const find = (selector) => document.querySelector(selector);
 
 export class UsageView {
-  /** `onChoice`: called when other numbers are chosen. */
+  /** `onChoice`: called when the user has chosen another period or grouping. */
   constructor(form, onChoice) {
     this.form = form;
     this.rows = [];
-    this.alone = null; // the only series that is shown
+    this.alone = null; // name of the only series to show; null: all
     const { from, to } = form.elements;
     const now = Date.now();
     to.value = toDay(now);
@@ -82,7 +82,7 @@ export class UsageView {
   }
 }
 
-/** `{name, values, total, className}` of each group, largest first. Groups beyond the number of colors are joined. */
+/** The series of each group, largest first: `{name, values, total, className}`. Groups beyond `MAX_SERIES` are joined. */
 function toSeries(rows, days, { measure, by }) {
   const places = new Map(days.map((day, place) => [day, place]));
   const found = [...Map.groupBy(rows, (row) => row[by] || "none")].map(([name, own]) => {

@@ -1,4 +1,4 @@
-// Shows the view of the URL's fragment: `#search`, or else the chat.
+// Shows the view that the fragment of the URL selects: `#search`, or otherwise the chat.
 
 const DEFAULT = "chat";
 const links = [...document.querySelectorAll("#views a[href^='#']")];
@@ -7,7 +7,7 @@ export function shownView() {
   return document.body.dataset.view;
 }
 
-/** Show the view of the fragment, and call `onShow` with its name. */
+/** Show the selected view now and after each change of the fragment, and call `onShow` with its name. */
 export function followAddress(onShow) {
   const show = () => {
     const isKnown = links.some(({ hash }) => hash === location.hash);

@@ -7,7 +7,7 @@ const SAMPLES = [
 ];
 const SUGGESTIONS = ["Describe the image.", "How many shapes are there?", "What is in the center?"];
 
-/** Fill the lists; `onImage` gets a blob and its name; `onQuestion` a text, after an image was added if there was none. */
+/** Fill the lists. `onImage` receives a blob and its name. `onQuestion` receives a text, once there is an image. */
 export function showWelcome({ images, questions }, { hasImage, onImage, onQuestion }) {
   const take = async ({ path, name }) => onImage(await (await fetch(path)).blob(), name);
   const ask = async (text) => {
