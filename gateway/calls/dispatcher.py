@@ -36,7 +36,7 @@ from shared.telemetry.metrics import GatewayMetrics
 _DEADLINE_PAUSE_S = 0.1
 _LOOK_PAUSE_S = 0.25
 _RESTART_PAUSE_S = 0.5
-_DEADLINE_GRACE_S = 0.5  #: after which the gateway enforces a deadline that the worker missed
+_DEADLINE_GRACE_S = 0.5  #: delay before the gateway enforces a deadline that the worker missed
 _STOP_WITHIN_S = 2.0
 MAX_LOOKS = 128  #: requests per lookup
 NO_LIMIT = 2**53
@@ -58,12 +58,12 @@ class Dispatcher:
     metrics: GatewayMetrics
     _: KW_ONLY
     silence_timeout_s: float
-    #: Writes what the tenant of a call has spent to Redis.
+    #: Writes to Redis how much of a budget the tenant of a call has spent.
     restore_budget: Callable[[Call, Budget], Awaitable[None]]
 
     def __post_init__(self) -> None:
-        self._routes: dict[str, list[Route]] = {}  # several if clients resume the request
-        #: Requests to cancel, and until when to try; by model, shard, and whether the request was resubmitted.
+        self._routes: dict[str, list[Route]] = {}  # by request id; several if clients resume it
+        #: Requests to cancel, with their deadlines. Keys: model, shard, and whether Redis lost the request.
         self._cancels: dict[tuple[str, str, bool], dict[str, float]] = {}
         self._has_cancels = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,8 +98,8 @@ class Dispatcher:
     ) -> OpenCall:
         """Queue the calls of one request; `submission.choices` is ignored.
 
-        With an affinity, the request may be reserved for the preferred worker for up to `grace_s`. If this raises,
-        nothing stays queued.
+        With an affinity, the request may be reserved for the preferred worker for up to `grace_s`. If `submit` raises,
+        no call stays queued.
         Raises: QueueRefused, QueueUnavailable, DuplicateRequest.
         """
         first = calls[0]
@@ -119,7 +119,7 @@ class Dispatcher:
             submitted = await self._enqueue(first, submission)
         except BaseException as error:
             for choice in call.choices:
-                choice.is_settled |= isinstance(error, QueueRefused)  # nothing to cancel
+                choice.is_settled |= isinstance(error, QueueRefused)  # not queued: do not cancel
             call.close()
             raise
         call.begins_by = 0.0
@@ -169,8 +169,8 @@ class Dispatcher:
         """Read the events of a resumable request from the first one; any gateway may have queued it.
 
         Closing the call does not cancel the request. `listen` subscribes this gateway and returns the state.
-        `timeout_s` is the maximum duration if Redis has no shorter deadline. For `begins_within_s`, Redis
-        may not know the request yet; afterwards, the call fails.
+        `timeout_s` is the maximum duration if Redis has no shorter deadline. If Redis still does not know the
+        request after `begins_within_s`, the call fails.
         Raises: QueueUnavailable.
         """
         await self.mailbox.open([model])
@@ -190,7 +190,7 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str, tenants: Collection[str] | None = None) -> None:
-        """Fail all open requests, or those of tenants whose keys have ended, which are cancelled."""
+        """Fail all open requests. With `tenants`, whose keys have ended, fail and cancel only their requests."""
         kind = Failed if tenants is None else KeyEnded
         for call, choice in self._all_routes():
             if tenants is None or call.tenant in tenants:
@@ -269,7 +269,7 @@ class Dispatcher:
             if has_failed:
                 await asyncio.sleep(_RESTART_PAUSE_S)
         if num_late:
-            logger.warning("could not cancel %d requests in time: no Redis", num_late)
+            logger.warning("cannot reach Redis: %d requests ran to their deadlines", num_late)
 
     # Events
 
@@ -338,7 +338,7 @@ class Dispatcher:
                         await self._look_up(routes[start : start + MAX_LOOKS])
 
     async def _look_up(self, routes: Sequence[Route]) -> None:
-        """Read the logs of requests again, and fail those that no worker runs. Raises: QueueUnavailable."""
+        """Read the logs of requests again, and fail requests that no worker runs. Raises: QueueUnavailable."""
         results = await asyncio.gather(
             *(self._look_up_one(call, choice) for call, choice in routes), return_exceptions=True
         )
@@ -382,7 +382,7 @@ class Dispatcher:
             call.fail(choice, ErrorCode.WORKER_LOST, _LOST_MESSAGE)
 
     async def _resubmit(self, call: OpenCall, choice: ChoiceProgress) -> None:
-        """Resubmit a choice that Redis lost, or whose tokens it lost. It continues after the tokens that arrived.
+        """Resubmit a choice after Redis lost it or its tokens. The choice continues after the tokens that arrived.
 
         The new id fences workers that still run the lost request. No limit applies, because the request was accepted.
         Raises: QueueUnavailable.
@@ -414,7 +414,7 @@ class Dispatcher:
             self._cancel(call)
 
     def spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        """Run a coroutine that `stop` cancels."""
+        """Run a coroutine in the background. `stop` cancels it."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -40,7 +40,7 @@ class HookMessage(Struct):
 
 
 class HookCall(Struct):
-    """The argument of a hook. `messages`: in `before` the texts of the prompt, in `after` those of each choice."""
+    """The argument of a hook. `messages`: the texts of the prompt in `before`, of all choices in `after`."""
 
     request_id: str
     api: str  #: name of the API, such as `chat`
@@ -51,7 +51,7 @@ class HookCall(Struct):
     is_streamed: bool = False
 
     def refuse(self, message: str, code: str = "request_refused", status: int = 400) -> ApiError:
-        """The error to raise for a refusal. Raises: ValueError unless the status is 4xx."""
+        """Create the error that a hook raises to refuse a request. Raises: ValueError unless the status is 4xx."""
         if not 400 <= status < 500:
             raise ValueError(f"the status of a refusal is 4xx, not {status}")
         return InvalidRequest(message, code=code, status=status)
@@ -149,7 +149,7 @@ class Hooks:
 
 
 def load_hooks(names: Iterable[str]) -> dict[str, Any]:
-    """Hooks by name: `module:object`, or an entry point of a package. Raises: SettingsError."""
+    """Load hooks by name: `module:object`, or an entry point of a package. Raises: SettingsError."""
     found: dict[str, Any] = {}
     for name in names:
         try:
@@ -170,16 +170,16 @@ def _find(name: str) -> Any:
         return EntryPoint(name, name, ENTRY_POINTS).load()
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         return entry.load()
-    raise LookupError(f"write module:object, or a name of the entry points {ENTRY_POINTS}")
+    raise LookupError(f"use module:object, or the name of an entry point in {ENTRY_POINTS}")
 
 
 def _prompt_of(task: Task) -> object:
-    """The prompt of a task, by which choices of the same prompt are recognized."""
+    """The prompt of a task. Choices of the same prompt share this object."""
     return (task.messages or task.prompt) if isinstance(task, Generate) else task
 
 
 def _change(task: Task, change: Change) -> Task:
-    """The task with other texts. Token ids, tools and tasks of applications stay as they are."""
+    """Replace the texts of a task. Token ids, tools and tasks of applications are not changed."""
     match task:
         case Generate():
             prompt = task.prompt

@@ -1,6 +1,6 @@
 """Stored answers with their conversations, and stored images that requests refer to by id.
 
-Only the tenant that created them can read them. The images of a conversation are retained as long as the
+Only the tenant that stored an answer or image can read it. The images of a conversation are retained as long as the
 conversation.
 """
 
@@ -48,7 +48,7 @@ class KeptAnswers:
         await asyncio.gather(*(self._blobs.hold(each, holder, ttl_s=ttl_s) for each in set(images)))
 
     async def put_image(self, tenant: str, image: LoadedImage, data: bytes) -> bool:
-        """Store an image with its description, or renew it. Returns whether it was stored."""
+        """Store an image with its record `data`, or renew its expiry. Returns whether it was stored."""
         if self._ttl_s <= 0:
             return False
         name = image_name(tenant, image.ref.sha256)

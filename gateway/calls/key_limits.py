@@ -1,8 +1,8 @@
-"""Rate limits: estimates a request's tokens, reserves them for its key, and builds the 429 or 503.
+"""Rate limits: estimate a request's tokens, reserve them for its key, and create 429 and 503 errors.
 
 The estimate is four characters per token, the tokens of images, and the longest answer that the request allows.
-Redis checks the limits in the call that queues the request, so that all gateways together admit as much as one.
-`Refunds` returns unused tokens. A key over its limit gets 429; full queues give 503.
+Redis checks the limits when it queues the request, so that they apply to all gateways together. `Refunds` returns
+unused tokens. A key over its limit gets 429; a full queue causes 503.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ from shared.settings.limits import LimitSettings
 from shared.settings.tree import Prices
 
 CHARS_PER_TOKEN = 4
-TOKENS_PER_IMAGE = 576  #: as in LLaVA-1.5; for models whose images vary in size
-#: Estimated length of an answer without a limit, until it has ended.
+TOKENS_PER_IMAGE = 576  #: as in LLaVA-1.5; for models without a fixed number of tokens per image
+#: Estimated tokens of an answer without `max_tokens`, until it has ended.
 OPEN_ANSWER_TOKENS = 512
 #: Maximum tokens that a chat template or an embedding prompt adds to each prompt; for budgets.
 TOKENS_PER_PROMPT = 256
@@ -78,7 +78,7 @@ class BudgetExceeded(Overloaded):
 
 
 class KeyLimits:
-    """Limits of each queue. `overloaded`: creates the error for a full queue."""
+    """The limits of keys and queues. `overloaded`: creates the error for a full queue."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class KeyLimits:
         self._limits = limits
         self._overloaded = overloaded
         self._clock = clock
-        # end of the refusal, and the requests per minute
+        # by model and tenant: end of the refusal, and the limit in requests per minute
         self._refused: dict[tuple[str, str], tuple[float, int]] = {}
         self._quotas = {priority: to_quota(limits, priority) for priority in Priority}
 
@@ -135,7 +135,7 @@ class KeyLimits:
         if quota is None:
             return None
         first = calls[0]
-        if _finds_segments(first.task):  # only the requests for its segments count
+        if _finds_segments(first.task):  # the requests for its segments are counted instead
             quota = replace(quota, max_tenant_requests_per_minute=0)
         each = [possible_tokens(call.task, card) for call in calls]
         possible = max(each, key=lambda tokens: tokens.total)
@@ -150,7 +150,7 @@ class KeyLimits:
         )
 
     def charge(self, calls: Sequence[Call], card: ModelCard, num_prompts: int = 1) -> Charge:
-        """How a request is billed when it ends. `num_prompts`: as in `Plan`."""
+        """The charge for a request, which is billed when it ends. `num_prompts`: as in `Plan`."""
         first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
         own = calls[:: len(calls) // num_prompts]  # the first call of each prompt
         name, _, _ = first.model.partition("@")  # without the version of a deployment
@@ -262,7 +262,7 @@ def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
 
 
 def most_nano_dollars(call: Call, card: ModelCard, prices: tuple[float, ...]) -> float:
-    """The maximum cost of a call: each byte of its encoding may be a token."""
+    """The maximum cost of a call in nano-dollars. Each byte of its encoding is counted as a token."""
     price_in, price_cached, price_out, price_image = prices
     price_in = max(price_in, price_cached)
     task = call.task
@@ -316,16 +316,16 @@ def open_tokens(task: Task, num_tokens: int) -> int:
 class Refunds:
     """Returns unused tokens of rate-limit reservations to Redis, in the background.
 
-    A token limit reserves the most that a request may use. The actual length is in Redis, also if the worker died;
-    a request that outlives its client is polled until it ends. If this gateway dies first, nothing is refunded.
+    A token limit reserves the most tokens that a request can use. Redis has the actual number, even if the worker died.
+    A request that outlives its client is polled until it ends. If this gateway dies first, nothing is refunded.
     """
 
     def __init__(self, queue: GatewayQueue) -> None:
         self._queue = queue
-        self.open: set[Reservation] = set()  #: closed requests, until their answers have ended
+        self.open: set[Reservation] = set()  #: of closed requests, until their answers have ended
 
     def add(self, reservation: Reservation, call: OpenCall) -> None:
-        """Settle a closed request. Calls that were submitted again are charged the tokens that they add."""
+        """Refund a closed request once its answer has ended. A resubmitted call is charged only its new tokens."""
         self.open.add(reservation)
         for call_id, num_earlier in call.resubmitted:
             again = replace(reservation, request_ids=(call_id,), num_answer_tokens=num_earlier)
@@ -340,7 +340,7 @@ class Refunds:
                 logger.exception("cannot refund answers")
 
     async def refund(self) -> None:
-        down: set[str] = set()  # shards
+        down: set[str] = set()  # unreachable shards
         for reservation in list(self.open):
             shard = shard_of(reservation.request_ids[0])
             if shard in down:

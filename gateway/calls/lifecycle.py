@@ -64,11 +64,11 @@ if TYPE_CHECKING:
 
 _PACKAGE = b"x-vlm-package"
 _WATCH_AFTER_S = 0.1  #: before checking whether the client has disconnected
-_OTHER_PROMPTS_S = 0.5  #: wait for the first events of the other prompts, after the first token
-_LEAST_TIMEOUT_S = 0.1  #: of a request that used its time to load media
+_OTHER_PROMPTS_S = 0.5  #: maximum wait for events of the other prompts, after the first token
+_LEAST_TIMEOUT_S = 0.1  #: minimum timeout of a request after its media are loaded
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
-_FULL = ("queue_full", "open_tokens")  #: reasons for which a model's queue refuses a request
+_FULL = ("queue_full", "open_tokens")  #: reasons of refusals by a model's full queue
 
 
 @dataclass(kw_only=True, slots=True)
@@ -121,7 +121,7 @@ class Lifecycle:
         return recorder
 
     async def serve_stream(self, surfaces: Mapping[str, Surface], exchange: Exchange) -> None:
-        """Answer a client that resumes a stream. Only the original request is recorded, where it arrived."""
+        """Answer a client that resumes a stream. Only the gateway of the original request records it."""
         context = exchange.context
         with self.admission:
             reply = await self.resume.reopen(context.path["id"], context, surfaces)
@@ -162,7 +162,7 @@ class Lifecycle:
             recorder.count(error, is_answered=is_answered)
             recorder.stop(None)
             recorder.account(None)
-            error = None  # the exception references this frame
+            error = None  # the exception references this frame: break the reference cycle
         return events
 
     async def _run(
@@ -192,9 +192,9 @@ class Lifecycle:
     ) -> Reply | None:
         """Queue a request to a model, or to its fallback while its queue is full or no worker serves it.
 
-        Only generated text falls back, as vectors, scores and token counts of another model would be wrong. If the
-        fallback refuses the request, this error is ignored, and the original model decides. Fallbacks are not chained.
-        Raises: as `ask`.
+        Only text generation falls back, because vectors, scores and token counts of another model would be wrong. If
+        the fallback refuses the request, its error is ignored, and the client gets the response of the original model.
+        Fallbacks are not chained. Raises: as `ask`.
         """
         models, context, names = self.models, recorder.context, self.settings.fallbacks
         name = asked if asked in names else models.target(asked)
@@ -257,7 +257,7 @@ class Lifecycle:
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
         submit = partial(self._submit, plan, card, recorder, held)
         if is_resumable(context, plan):
-            head = replace(head, id=surface.id_prefix + context.id)  # of the Idempotency-Key
+            head = replace(head, id=surface.id_prefix + context.id)  # may be new: see is_resumable
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
             reply = await self.resume.open(
@@ -346,7 +346,7 @@ class Lifecycle:
             return await self._queue(plan, plan.tasks, card, recorder, call_id)
         sources = await self.kept.find_images(tenant, plan.images)
         task = type(plan.tasks[0]).__struct_config__.tag
-        check_images(sources, str(task), card, self.limits)  # a file's id may be of a video
+        check_images(sources, str(task), card, self.limits)  # a file id may refer to a video
         lives_s = self.settings.request_timeout_s + _IMAGE_GRACE_S
         holder = f"{self.gateway_id}:{next(self._holder_numbers)}"
         release = partial(self.blobs.release, holder, [each.ref for each in sources if each.ref])
@@ -380,14 +380,14 @@ class Lifecycle:
     async def _store_images(
         self, images: Sequence[LoadedImage], params: Sequence[str], holder: str, ttl_s: float
     ) -> None:
-        """Store new images, and hold those that are stored. Raises: InvalidRequest that names a lost one."""
+        """Store new images, and retain stored images. Raises: InvalidRequest that names a lost image."""
         distinct = {image.ref.sha256: image for image in images}
         puts = [
             self.blobs.put(image.data, holder, ttl_s=ttl_s, ref=image.ref)
             for image in distinct.values()
             if image.data is not None
         ]
-        # Wait for all of them if one fails: an image that is stored after the release stays until it expires.
+        # If one fails, wait for the others: an image that is stored after the release stays until it expires.
         results = await asyncio.gather(*puts, return_exceptions=True)
         for image in images:
             image.close()
@@ -469,7 +469,7 @@ class Lifecycle:
         def watch() -> None:
             watching.append(asyncio.create_task(close_when_gone()))
 
-        # After a delay, to cost nothing for quick answers.
+        # The delay saves the cost for quick answers.
         timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, watch)
         try:
             if reply.is_streamed:
@@ -522,8 +522,8 @@ class Lifecycle:
         return replace(event, data=data, is_stored=False)
 
     async def _receive_first(self, call: OpenCall, recorder: Recorder) -> list[ChoiceEvent]:
-        """Wait for the first events before the status line, so that a prompt that is too long is a 400."""
-        num = 1 if recorder.surface.cuts_audio else recorder.num_prompts  # of audio, one segment
+        """Wait for the first events before the status line, so that a prompt that is too long gets a 400."""
+        num = 1 if recorder.surface.cuts_audio else recorder.num_prompts  # one segment is enough
         events: list[ChoiceEvent] = []
         until = time.monotonic() + self.settings.headers_after_s
         while (left_s := until - time.monotonic()) > 0:

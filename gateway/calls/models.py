@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouteTable:
-    """Routes by name. The store is read at intervals, in a separate task: the registry does not wait for it."""
+    """Routes by name. A separate task reads the store periodically, because `ModelDirectory` must not wait for it."""
 
     def __init__(self, store: PackageStore | None) -> None:
         """Without a `store` there are no routes."""
@@ -66,7 +66,7 @@ class RouteTable:
         self.records = {**self.records, record.name: record}
 
     async def refresh(self) -> None:
-        """Start to read the store if it is due. Waits only for the first read."""
+        """Start reading the store if a read is due. Waits only for the first read."""
         is_due = time.monotonic() - self._read_at >= READ_PAUSE_S
         is_idle = self._reading is None or self._reading.done()
         if self._store is not None and is_due and is_idle:
@@ -93,9 +93,9 @@ _REFRESH_PAUSE_S = 1.0
 _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: minimum interval of early refreshes for unknown names
 _ROUTES_KEPT_S = 60.0  #: how long deployments that Redis has lost are kept
-_GONE_AFTER_S = 120.0  #: a model without worker or deployment is not listed
+_GONE_AFTER_S = 120.0  #: time after which a model without worker or deployment is not listed
 _MAX_NAMES = 8  # in error messages
-#: Further adapters are counted as their model, as the number of names is unbounded.
+#: Metrics count further adapters under the name of their model, because the number of names is unbounded.
 MAX_ADAPTER_LABELS = 200
 OTHER = "other"  #: label of unknown models
 
@@ -105,18 +105,18 @@ OnDeployments = Callable[[Mapping[str, App], Sequence[WorkerRecord]], None]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The versions of a name. `others` serve a ratio of the requests each, and `card` the rest."""
+    """The versions of a name. Each of `others` serves its ratio of the requests, and `card` serves the remainder."""
 
     card: ModelCard
     others: tuple[tuple[ModelCard, float], ...] = ()
 
     def changed(self, change: Callable[[ModelCard], ModelCard]) -> "Route":
-        """The same route with other cards."""
+        """The route with each card replaced by `change(card)`."""
         others = tuple((change(card), share) for card, share in self.others)
         return Route(change(self.card), others)
 
     def pick(self, side: str) -> ModelCard:
-        """The version for a client or a request; the same for the same `side`."""
+        """The version for `side`, the id of a client or request. The same `side` always gets the same version."""
         digest = hashlib.blake2b(f"{self.card.name}\0{side}".encode(), digest_size=8).digest()
         point = int.from_bytes(digest, "big") / 2**64
         for card, share in self.others:
@@ -129,9 +129,9 @@ class Route:
 class ModelDirectory:
     """The model cards of the served models.
 
-    `on_models`: called before requests to a new model are accepted. `deployments`: None if there are none.
-    `on_deployments`: called with every refresh. `store`: the package store. `aliases`: other names of models;
-    served models of the same name take precedence. `defaults`: defaults of sampling fields, by model name.
+    `on_models`: called before requests to a new model are accepted. `deployments`: None if deployments are disabled.
+    `on_deployments`: called on every refresh. `store`: the package store. `aliases`: models by alias; a served model
+    of the same name takes precedence. `defaults`: defaults of sampling fields, by model name.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class ModelDirectory:
         self._on_deployments = on_deployments
         self._deployments = deployments
         self.routes: dict[str, Route] = {}  #: by name
-        self._deployed: dict[str, Route] = {}  # only of deployments
+        self._deployed: dict[str, Route] = {}  # the routes of deployments
         self._aliases = aliases
         self._defaults = {name: d.model_dump(exclude_none=True) for name, d in defaults.items()}
-        self.aliases: dict[str, str] = {}  #: only of known models
+        self.aliases: dict[str, str] = {}  #: the aliases whose models are known
         self._routes_seen_at = float("-inf")
         self._apps: Mapping[str, App] = {}
         self.table = RouteTable(store)
@@ -163,22 +163,22 @@ class ModelDirectory:
         self.cards: dict[str, ModelCard] = {}
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
         self._adapter_labels: set[str] = set()
-        self._gone: frozenset[str] = frozenset()  # models that had no worker for long
-        self._other_versions: dict[str, ModelCard] = {}  # served by other versions only
+        self._gone: frozenset[str] = frozenset()  # models without a worker for _GONE_AFTER_S
+        self._other_versions: dict[str, ModelCard] = {}  # with another protocol version
         self.num_workers: Counter[str] = Counter()  #: by model
-        #: By model: the smallest number of concurrent requests of a worker.
+        #: By model: the capacity of its smallest worker, in concurrent requests.
         self.num_seats: dict[str, int] = {}
         self._on_models = on_models
         self._refreshed_at = float("-inf")
         self._lock = asyncio.Lock()
-        self._looking: asyncio.Task[None] | None = None  #: for unknown names
+        self._looking: asyncio.Task[None] | None = None  #: the early refresh for unknown names
 
     @property
     def is_fresh(self) -> bool:
         return time.monotonic() - self._refreshed_at < _STALE_AFTER_S
 
     def served(self) -> list[ModelCard]:
-        """The models without aliases. A deployment is listed under its name, and not its versions."""
+        """The models, without aliases. A deployment is listed by its name, without its versions."""
         deployed = [route.card for name, route in self.routes.items() if name not in self.aliases]
         own = [
             card
@@ -188,13 +188,13 @@ class ModelDirectory:
         return [*deployed, *own]
 
     def usable(self, tenant: str) -> list[ModelCard]:
-        """All that a tenant may use, by name: models, adapters, deployments and aliases."""
+        """The models, adapters, deployments and aliases that a tenant may use, sorted by name."""
         deployed = {name: route.card for name, route in self.routes.items()}
         known = sorted((self.cards | self.adapters | deployed).items())
         return [card for name, card in known if self.may_use(tenant, name)]
 
     def resources(self, name: str) -> dict[str, Any] | None:
-        """Resources of an instance of a deployment. None if unknown."""
+        """The resources of an instance of a deployment. None if the deployment is unknown."""
         app = self._apps.get(self.aliases.get(name, name))
         return in_full(app.active.needs) if app is not None and app.active is not None else None
 
@@ -203,12 +203,12 @@ class ModelDirectory:
         return self._aliases.get(name, name)
 
     def num_ready(self, name: str, side: str) -> int:
-        """Number of workers that accept the requests of a side to a name now."""
+        """Number of ready workers for requests to `name`. `side`: as in `find`."""
         card = self._known(name, side)
         return 0 if card is None else self.num_workers[card.queue]
 
     def is_at_rest(self, name: str) -> bool:
-        """Whether the name is a deployment without instances, which a request would start."""
+        """Whether the name is a deployment that is scaled to zero. A request starts an instance."""
         app = self._apps.get(self.aliases.get(name, name))
         return app is not None and app.active is not None and app.desired == 0
 
@@ -216,7 +216,7 @@ class ModelDirectory:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # workers register before models
+            workers = await self.registry.workers()  # read second: workers register before models
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             deployed, versions = await self._read_routes({card.name for card in known})
             await self.table.refresh()
@@ -308,7 +308,7 @@ class ModelDirectory:
     async def find(
         self, name: str, side: str = "", task: str = "", tenant: str = "", param: str = "model"
     ) -> ModelCard:
-        """A model's card. `side`: client or request, which decides on the canary. `task`, `param`: for the error.
+        """A model's card. `side`: id of the client or request, for `Route.pick`. `task`, `param`: for the error.
 
         Raises: NotFound; Forbidden if the tenant may not use the model; Overloaded if its workers have another protocol
         version; QueueUnavailable, RedisError, OSError.
@@ -390,7 +390,7 @@ class ModelDirectory:
 
 
 def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iterator[ModelCard]:
-    """Adapters of live workers, or of the model's card without any. Of two with the same name, the newer one."""
+    """Adapters of live workers, or of the card if a model has none. The newer of two with the same name is used."""
     found: dict[str, dict[str, AdapterCard]] = {}
     for card in live:
         held = found.setdefault(card.name, {})
@@ -412,14 +412,14 @@ def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iter
 
 
 def _to_route(app: App) -> Route | None:
-    """The route of a deployment. None if no version was ever ready."""
+    """The route of a deployment. None if no version has ever been ready."""
     active, candidate = app.active, app.candidate
     if active is None or active.card is None:
         return None
     card = _renamed(app.name, active.card)
     if candidate is None or not candidate.is_canary or candidate.card is None:
         return Route(card)
-    if not app.of(candidate.digest, "ready"):  # it starts again
+    if not app.of(candidate.digest, "ready"):  # its instances are restarting
         return Route(card)
     return Route(card, ((_renamed(app.name, candidate.card), candidate.spec.canary),))
 
@@ -467,12 +467,12 @@ def _is_spoken(card: ModelCard) -> bool:
     return card.version == PROTOCOL_VERSION
 
 
-#: Number of leading characters that form the affinity key. Recomputing a shorter prefix is cheap.
+#: Number of leading characters that form the affinity key. Shorter prompts have none: recomputing them is cheap.
 PREFIX_CHARS = 4000
 
 
 def find_affinity(models: ModelDirectory, grace_s: float, call: Call) -> Affinity | None:
-    """The affinity of a call. None: a short prompt without images, a single worker, or a `grace_s` of 0."""
+    """The affinity of a call. None for batch calls, short prompts without images, a single worker, or `grace_s` 0."""
     if grace_s <= 0 or call.priority is Priority.BATCH:
         return None
     num_workers = models.num_workers[call.model]

@@ -23,13 +23,13 @@ from shared.protocol import (
 )
 from shared.queue.api import Charge, RequestState
 
-#: How often each choice is submitted again after Redis lost it.
+#: Maximum resubmissions of a request per choice, after Redis lost data.
 MAX_RESUBMITS = 3
 
 ChoiceEvent = tuple[int, CallEvent]  #: index of the choice, and its event
 
 
-#: Looks up the state of a model's request.
+#: Returns the state of a request. Arguments: model, request id.
 LookUp = Callable[[str, str], Awaitable[RequestState | None]]
 
 
@@ -40,8 +40,8 @@ class Gone(ClientGone):
 class ChoiceProgress:
     """Progress of one choice. Passes each output token once and in order.
 
-    A higher attempt supersedes a lower one. An event that does not follow the last one is a gap: events are held
-    back until the request's log, which has all of them, is read again. If Redis lost its last writes, a later
+    A higher attempt supersedes a lower one. An event that does not follow the last one reveals a gap: events are held
+    back until the request's log, which has all of them, has been read again. If Redis lost its last writes, a later
     attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
     """
 
@@ -49,10 +49,10 @@ class ChoiceProgress:
     has_started = False
     has_values = False
     has_gap = False
-    is_split = False  #: an event has known and new tokens: the rest must be computed again
+    is_split = False  #: an event has known and new tokens: new ones must be computed again
     is_finished = False
-    is_settled = False  #: it has ended: nothing to cancel
-    _num_expected = 0  #: tokens before the event that is held back
+    is_settled = False  #: it has ended or was refused, and needs no cancellation
+    _num_expected = 0  #: tokens up to the end of the last event that was held back
 
     def __init__(self, request_id: str, index: int = 0) -> None:
         self.request_id = request_id
@@ -61,20 +61,20 @@ class ChoiceProgress:
         self.heard_at = time.monotonic()
 
     def resubmit(self, request_id: str) -> None:
-        """Expect the rest of the answer under a new id."""
+        """Expect the remaining answer under a new id."""
         self.request_id = request_id
         self.attempt = self._num_expected = 0
         self.has_gap = self.is_split = False
 
     def accept(self, event: CallEvent) -> CallEvent | None:
-        """Returns a new event, a failure if it contradicts earlier events, else None."""
+        """Accept an event. Returns it if it is new, a failure if it contradicts earlier events, else None."""
         if self.is_finished or event.attempt < self.attempt:
             return None
         self.attempt = event.attempt
         return self._accept(event)
 
     def replay(self, log: Sequence[CallEvent]) -> list[CallEvent]:
-        """The new events of the complete log, in order."""
+        """Accept the complete log. Returns its new events in order."""
         new: list[CallEvent] = []
         for event in log:
             self.attempt = max(self.attempt, event.attempt)
@@ -112,7 +112,7 @@ class ChoiceProgress:
             self._hold_back(event.index + event.num_tokens)
             return None
         token_ids = event.token_ids
-        if event.num_without_id:  # tokens without ids are equal within an attempt only
+        if event.num_without_id:  # tokens without ids are comparable only within an attempt
             token_ids += (-event.attempt,) * event.num_without_id
         if num_known == 0:
             self.token_ids.extend(token_ids)
@@ -146,7 +146,7 @@ class OpenCall:
     submitted: Sequence[Call] = ()  #: one for each choice
     charge: Charge | None = None
     full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
-    begins_by = 0.0  #: until then Redis may not know the request
+    begins_by = 0.0  #: until this `time.monotonic`, Redis may not know the request
     _waiter: asyncio.Future[None] | None = None
 
     def __init__(
@@ -159,14 +159,14 @@ class OpenCall:
         self.model = model
         self.deadline_at = deadline_at  #: by `time.monotonic`
         self.choices = [ChoiceProgress(each, index) for index, each in enumerate(request_ids)]
-        #: Calls that were submitted again: their ids, and the number of tokens that they continue.
+        #: Resubmitted calls: the id of each, and the number of earlier tokens that it continues.
         self.resubmitted: list[tuple[str, int]] = []
         self._on_close: list[Callable[[OpenCall], object]] = [on_close]
-        self.pending: list[ChoiceEvent] = []  #: not received yet
+        self.pending: list[ChoiceEvent] = []  #: events that the consumer has not received
 
     @property
     def is_follower(self) -> bool:
-        """Whether another call submitted the request. Metrics count followers apart."""
+        """Whether another call submitted the request. Metrics count followers separately."""
         return self.listen is not None
 
     @property
@@ -202,7 +202,7 @@ class OpenCall:
     def fail(
         self, choice: ChoiceProgress, code: ErrorCode, message: str, kind: type[Failed] = Failed
     ) -> None:
-        """Fail a choice whose deadline has passed or whose worker is lost."""
+        """Fail a choice, unless it has finished."""
         if not choice.is_finished:
             self._put(choice, choice.fail(code, message, kind))
 
@@ -215,7 +215,7 @@ class OpenCall:
             self._waiter.set_result(None)
 
     async def receive(self, timeout_s: float | None = None) -> list[ChoiceEvent]:
-        """All events since the last call; none after a time-out. Raises: Gone."""
+        """Wait for events. Returns all events since the last call; none after a timeout. Raises: Gone."""
         if not self.pending and not self.is_closed:
             await self._wait(timeout_s)
         if self.is_closed:
@@ -235,7 +235,7 @@ class OpenCall:
                 timer.cancel()
 
     def close(self) -> None:
-        """Close the request, and cancel what still runs unless it is resumable. Idempotent."""
+        """Close the request, and cancel its unfinished choices unless it is resumable. Idempotent."""
         if self.is_closed:
             return
         self.is_closed = True

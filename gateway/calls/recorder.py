@@ -1,11 +1,11 @@
 """Records one request: stages, metrics, log line and span.
 
-The stages are durations that add up to the end-to-end time. The gateway measures its own; the worker's arrive in
-`StageTimings`. The rest is `relay`: publishing, the mailbox, and writing to the socket.
+The stages are durations that add up to the end-to-end time. The gateway measures its own stages, and the worker sends
+its stages in `StageTimings`. The remaining time is `relay`: publishing, the mailbox, and writing to the socket.
 
-The log never contains the prompt, the answer, a key or an image. The tenant is a short hash of its key, and so is
-the client's `user`. Attributes of the span follow OpenTelemetry's GenAI conventions, with some of our own (`vlm.`).
-The worker's stages are children of the same span.
+The log never contains the prompt, the answer, a key or an image. Tenants and the client's `user` are logged as short
+hashes. Attributes of the span follow OpenTelemetry's GenAI conventions; additional ones begin with `vlm.`. The
+worker's stages are children of the same span.
 """
 
 import logging
@@ -34,14 +34,14 @@ class Recorder:
     """Records one request. `model`: a metrics label, always a known name. Units: seconds, of `time.perf_counter`."""
 
     image_decode_s = 0.0
-    submitted_at = 0.0  #: when the queue accepted it
+    submitted_at = 0.0  #: when the request was sent to the queue
     model = OTHER
     user: str | None = None
     key = ""  #: name of the stored key
     priority = Priority.INTERACTIVE
     num_prompts = 1
     outcome = "cancelled"
-    is_followed = False  #: it reads the answer of an earlier request, which is counted instead
+    is_followed = False  #: the answer is of an earlier request, which is counted instead
     _first_text_at: float | None = None
     _ended_at: float | None = None
     _is_streamed = False
@@ -86,18 +86,18 @@ class Recorder:
     # Durations
 
     def elapsed_s(self) -> float:
-        """From arrival to the end, or until now."""
+        """Time from arrival to the end of the request, or until now."""
         until = time.perf_counter() if self._ended_at is None else self._ended_at
         return until - self.context.received_at
 
     @property
     def _ingest_s(self) -> float:
-        """From arrival to the queue, without images."""
+        """Time from arrival to the queue, without the time to load images."""
         return max(0.0, self.submitted_at - self.context.received_at - self.image_decode_s)
 
     @property
     def _ttft_s(self) -> float | None:
-        """From arrival to the first text, if there was any."""
+        """Time from arrival to the first text. None: no text yet."""
         first = self._first_text_at
         return None if first is None else first - self.context.received_at
 
@@ -148,7 +148,7 @@ class Recorder:
         return {**known, "relay": max(0.0, e2e_s - sum(known.values()))}
 
     def _known_stages(self) -> dict[str, float]:
-        """The stages before the end of the answer."""
+        """All stages except `relay`."""
         timings = [event.timings for event in self.totals.finished]
         worker = max(timings, key=lambda each: each.total_s) if len(timings) > 1 else timings[0]
         own = {"ingest": self._ingest_s, "image_decode": self.image_decode_s}
@@ -208,7 +208,7 @@ class Recorder:
     def _observe(self, stages: dict[str, float], e2e_s: float) -> RequestRecord:
         ttft_s = self._ttft_s
         if ttft_s is not None and not self._is_streamed:
-            # Tokens of a whole answer arrive together; the worker measured the first one.
+            # Tokens of a whole answer arrive together, so the worker's time to the first one is used.
             ttft_s = sum([s for name, s in stages.items() if name not in ("decode", "relay")])
         record = RequestRecord(
             model=self.model,
@@ -283,7 +283,7 @@ class Recorder:
         return {**answer, "gen_ai.response.time_to_first_chunk": ttft_s}
 
     def _own_stages(self, e2e_s: float) -> list[Stage]:
-        """The stages that this process measured; `relay` is put at the end."""
+        """The stages that this process measured. `relay` ends with the request."""
         if not self.submitted_at:
             return []
         stages = [Stage("ingest", 0.0, self._ingest_s)]
@@ -297,7 +297,7 @@ class Recorder:
 
 
 def timing_headers(stages: dict[str, float], elapsed_s: float, *, is_whole: bool) -> Headers:
-    """Timing headers. Units: milliseconds in the headers."""
+    """The headers `server-timing` and `openai-processing-ms`. Units: seconds; milliseconds in the headers."""
     entries = [f"{name};dur={seconds * 1e3:.3f}" for name, seconds in stages.items()]
     if is_whole:
         entries.append(f"total;dur={elapsed_s * 1e3:.3f}")

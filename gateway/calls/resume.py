@@ -1,9 +1,9 @@
 """Answers that outlive their connection: a client resumes them by id, on any gateway.
 
 A request is resumable if its client asks for it (`x-vlm-resumable`) or names it (`Idempotency-Key`): it continues
-when the client disconnects. A client that returns reads the call's log, which Redis retains for a minute after the
-end, and then the following events from its gateway's mailbox. Frames have ids, so that none is sent twice. Only the
-tenant that sent the request can read it.
+when the client disconnects. A client that returns receives the events of the call's log, which Redis retains for a
+minute after the end, and then new events from its gateway's mailbox. Frames have ids, so that none is sent twice. Only
+the tenant that sent the request can read its answer.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ STREAM_PATH = "/v1/streams/"
 
 #: How long a request that another gateway is accepting may be missing in Redis.
 BEGINS_WITHIN_S = 10.0
-#: Maximum time to load the images of a request and to queue it; after it, other gateways may try.
+#: Maximum time to load the images of a request and to queue it. Afterwards, another gateway may try.
 _ATTEMPT_S = 60.0
 #: Records outlive their requests' deadlines.
 RECORD_GRACE_S = 60.0
-#: How often a record may disappear while it is read, before the client gets an error.
+#: How often a record may disappear between two accesses before the client gets an error.
 _MAX_REMEMBERS = 5
 
 _FORGOTTEN = RequestState("forgotten", 0, 0, 0.0)
@@ -66,14 +66,14 @@ class StreamRecord(msgspec.Struct, frozen=True):
     package: str = ""  #: package of a deployed model
     images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
     shard: str = ""  #: suffix of the call's id
-    is_deleted: bool = False  #: the stored answer was deleted: readers do not store it again
+    is_deleted: bool = False  #: the stored answer was deleted, and readers must not store it again
 
 
 _decoder = msgspec.json.Decoder(StreamRecord)
 
 
 def is_resumable(context: RequestContext, plan: Plan) -> bool:
-    """Whether the request continues without its client. Its idempotency key becomes its id. Raises: InvalidRequest."""
+    """Whether the request continues without its client. Sets its id from an Idempotency-Key. Raises: InvalidRequest."""
     key = context.headers.get(KEY_HEADER)
     wants_resume = context.headers.get(RESUMABLE_HEADER, b"").lower() in (b"true", b"1")
     if key is None and not (wants_resume and plan.is_streamed):
@@ -94,7 +94,7 @@ def _last_event_id(context: RequestContext) -> int:
     if not value:
         return -1
     if not _EVENT_ID.fullmatch(value):
-        raise invalid("Last-Event-ID", "send a number")
+        raise invalid("Last-Event-ID", "send a number of 1 to 10 digits")
     return int(value)
 
 
@@ -170,7 +170,7 @@ class Resume:
                         context.fallback_from = head.model
                     head = msgspec.structs.replace(head, package=known.package, model=known.model)
             if call is None:
-                if known is not None:  # it lives as long as the call, which a fallback may run
+                if known is not None:  # renew the record for the new call, perhaps of a fallback
                     names = {"queue": queue, "model": head.model, "package": head.package}
                     await self.note(context.id, **names)
                 call = await self._submit(call_id, queue, submit, known is None)
@@ -188,11 +188,11 @@ class Resume:
 
     @asynccontextmanager
     async def _only_attempt(self, request_id: str) -> AsyncIterator[None]:
-        """Hold the lease of a request: another gateway may choose another queue. Raises: QueueUnavailable."""
+        """Hold the lease of a request, as another gateway may choose another queue. Raises: QueueUnavailable."""
         lease = (request_id, self.dispatcher.mailbox.gateway_id)
         until = time.monotonic() + _ATTEMPT_S
         async with self._locks.setdefault(request_id, asyncio.Lock()):
-            try:  # a lease is dropped too whose reply is lost
+            try:  # a lease is also dropped if the reply to `hold` was lost
                 while not await self.leases.hold(*lease, _ATTEMPT_S) and time.monotonic() < until:
                     await asyncio.sleep(0.05)
                 yield
@@ -203,7 +203,7 @@ class Resume:
     async def reopen(
         self, answer_id: str, context: RequestContext, surfaces: Mapping[str, Surface]
     ) -> Reply:
-        """A stream after the event in `Last-Event-ID`. Raises: InvalidRequest, NotFound, QueueUnavailable."""
+        """Continue a stream after the event in `Last-Event-ID`. Raises: InvalidRequest, NotFound, QueueUnavailable."""
         found = _ANSWER_ID.fullmatch(answer_id)
         if found is None:
             raise _unknown()
@@ -228,21 +228,21 @@ class Resume:
         return Reply(surface, call, answer, True, record.shows_timings, head, last_id)
 
     async def images(self, request_id: str) -> tuple[ImageRef, ...] | None:
-        """The images of a request whose answer may be stored; None: it was deleted. Raises: QueueUnavailable."""
+        """The images of a request whose answer may be stored. None: it was deleted. Raises: QueueUnavailable."""
         record = await self._recall(request_id)
         if record is None:
             return ()
         return None if record.is_deleted else record.images
 
     async def note(self, request_id: str, **changes: object) -> None:
-        """Change the record, for clients that resume. Raises: QueueUnavailable."""
+        """Change the record of a request for clients that resume it. Raises: QueueUnavailable."""
         record = await self._recall(request_id)
         if record is not None:
             record = msgspec.structs.replace(record, **changes)
             await self.records.replace(request_id, msgspec.json.encode(record), self.keep_s)
 
     async def _has_answer(self, model: str, choice_id: str) -> bool:
-        """Whether a call exists. One whose failure asks the client to retry is deleted. Raises: QueueUnavailable."""
+        """Whether a call exists. A call that failed with a retryable error is deleted. Raises: QueueUnavailable."""
         state = await self.queue.state(model, choice_id)
         if state is None or state.state != "failed":
             return state is not None
@@ -257,7 +257,7 @@ class Resume:
         return False
 
     def when_ended(self, call: OpenCall, callback: Callable[[], object]) -> None:
-        """Run `callback` when a resumable request has ended, also without its client, if this gateway still runs."""
+        """Run `callback` when a resumable request has ended, even without its client, if this gateway still runs."""
 
         def on_close(call: OpenCall) -> None:
             if call.unsettled_ids:
@@ -298,7 +298,7 @@ class Resume:
             await self.records.forget(request_id)
 
     async def _recall(self, request_id: str) -> StreamRecord | None:
-        """The record of a request. None: there is none, or a gateway of another version wrote it."""
+        """The record of a request. None: it does not exist, or a gateway of another version wrote it."""
         data = await self.records.recall(request_id)
         try:
             return None if data is None else _decoder.decode(data)
@@ -306,7 +306,7 @@ class Resume:
             return None
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
-        """Store a record, or return the existing one. Raises: InvalidRequest if it is another request's, Overloaded."""
+        """Store a record or return the existing one. Raises: InvalidRequest if it is of another request; Overloaded."""
         data = msgspec.json.encode(wanted)
         for _ in range(_MAX_REMEMBERS):
             if await self.records.remember(request_id, data, self.keep_s):
@@ -322,7 +322,7 @@ class Resume:
         raise unavailable()
 
     async def _follow(self, call_id: str, model: str) -> OpenCall:
-        """The events of a request from its log. Closing the call does not cancel it. Raises: QueueUnavailable."""
+        """Read the events of a request from its log. Closing the call does not cancel it. Raises: QueueUnavailable."""
         call = await self.dispatcher.follow(
             model,
             call_id,
@@ -343,7 +343,7 @@ class Resume:
     def _forget_lost(self, call: OpenCall) -> None:
         """Delete the record of a request that Redis does not know."""
         [choice] = call.choices
-        # before `begins_by`, the record may be of a later attempt
+        # Before `begins_by`, the record may belong to a later attempt.
         has_waited = time.monotonic() >= call.begins_by
         if choice.is_finished and choice.attempt == 0 and has_waited:
             self.dispatcher.spawn(self._forget_unknown(call.model, choice.request_id))

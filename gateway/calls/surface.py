@@ -2,7 +2,7 @@
 
     bytes -> read -> request -> plan -> Plan -> (lifecycle, fleet) -> events -> Answer -> bytes
 
-Surfaces are pure: no clock, no I/O. `gateway.api` has all of them.
+Surfaces are pure: no clock, no I/O. They are implemented in `gateway.api`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,9 +49,9 @@ class Plan(Struct, frozen=True):
     #: Options for `Surface.answer`; stored in Redis for resumable streams.
     options: msgspec.Struct
     images: Sequence[ImageSource] = ()
-    #: `images`, if they are loaded already.
+    #: The content of `images`, if it is loaded already.
     loaded: Sequence[LoadedImage] = ()
-    #: Start and end of each task's part of the audio; empty: all of it. Units: seconds.
+    #: Start and end of each task's segment of the audio; empty: the audio is not cut. Units: seconds.
     audio_parts: Sequence[tuple[float, float]] = ()
     #: Number of prompts. Each `len(tasks) // num_prompts` successive tasks have the same prompt, which is billed once.
     num_prompts: int = 1
@@ -95,7 +95,7 @@ class Answer(Protocol):
 
 
 class NoOptions(msgspec.Struct, frozen=True):
-    """The options of an answer that needs none."""
+    """Empty options."""
 
 
 class Surface(Endpoint):
@@ -115,7 +115,7 @@ class Surface(Endpoint):
     traced: Sequence[str] = ()
     #: Name of the limit on the number of commas in a body.
     commas: str = "max_commas"
-    #: Whether a worker cuts the audio of a plan into segments before it is queued.
+    #: Whether a worker cuts the audio of a plan into segments before the plan is queued.
     cuts_audio: bool = False
     batchable: bool = False
     #: Whether answers may be stored, so that later requests continue them.
@@ -166,11 +166,11 @@ class Surface(Endpoint):
         return request
 
     def record(self, answer: Answer) -> bytes | None:
-        """The record to store for a complete answer, else None."""
+        """The record to store for a complete answer. None: the answer is not stored."""
         return None
 
     def numbered(self, frame: bytes, position: int) -> bytes:
-        """A frame with the id of its last event: a client that is cut off inside the frame gets all of it again."""
+        """Add an id to the last event only: a client that is cut off inside the frame gets the whole frame again."""
         begin = frame.rfind(b"\n\nevent: ")
         begin = 0 if begin < 0 else begin + 2
         return frame[:begin] + b"id: %d\n" % position + frame[begin:]
@@ -186,11 +186,11 @@ class Reply(Struct, frozen=True):
     is_streamed: bool
     shows_timings: bool
     head: AnswerHead
-    #: Last frame that the client of a resumable stream has; -1: none. Frames of other streams have no ids.
+    #: Id of the last frame that the client received, -1 before the first one. None: the stream is not resumable.
     last_id: int | None = None
 
     def frames(self, events: Sequence[ChoiceEvent], totals: Totals | None) -> bytes:
-        """The frames of events that arrived together, without those that the client has."""
+        """The frames of events that arrived together, without the frames that the client has received."""
         if self.last_id is None:
             return b"".join([data for _, data in self.answer.frames(events, totals)])
         seen = [
