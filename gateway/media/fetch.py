@@ -1,11 +1,11 @@
 """Fetch a file from an http(s) URL without giving access to the operator's network.
 
-Off until the operator names hosts, or `any-public`. A URL is parsed once, and its name is resolved once. All of its
-addresses must be global, and the connection goes to one of them. URL, Host header, TLS name and the pool's key keep the
-host name: no second lookup can return another address, and a pooled connection serves only its verified host.
-Redirects are followed here, each through all checks. No proxies or .netrc from the environment, no content
-encodings. Bytes, time, name lookups and concurrent fetches (of a host, of an address and in total) are limited. All
-failures have the same message, so that it does not reveal which ports are open.
+Fetching is disabled until the operator lists hosts, or `any-public`. A URL is parsed once, and its host name is
+resolved once. All addresses of the host must be global, and the connection goes to one of them, so that no second
+lookup can return another address. A pooled connection serves only its verified host. Redirects pass the same checks.
+Proxies and .netrc of the environment are ignored, and content encodings are refused. Bytes, time, name lookups and
+concurrent fetches (per host, per address and in total) are limited. All failures have the same message, so that it does
+not reveal which ports are open.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _MAX_PER_HOST = 8  #: concurrent fetches from one host
 _MAX_PER_ADDRESS = 16  #: concurrent fetches from one address, which hosts of a CDN share
 _MAX_REDIRECTS = 3
 _MAX_LOOKUPS = 32  #: concurrent lookups in this process, abandoned ones included
-_MAX_LOOKUPS_PER_DOMAIN = 4  #: of one domain, as its name server may be down
+_MAX_LOOKUPS_PER_DOMAIN = 4  #: concurrent lookups of one domain, whose name server may be down
 LOOKUP_TIMEOUT_S = 3.0
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 ANY_PUBLIC = "any-public"  #: any host that has global addresses only
@@ -42,11 +42,11 @@ _FORBIDDEN = frozenset('\\"<>^`{}|')
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _NAT64_LOCAL = ipaddress.ip_network("64:ff9b:1::/48")
 _V4_COMPATIBLE = ipaddress.ip_network("::/96")
-#: Global addresses that a cloud reserves for services to its own machines, metadata among them.
+#: Global addresses that a cloud reserves for services to its own machines, such as metadata.
 _CLOUD_SERVICES = tuple(
     ipaddress.ip_network(network)
     for network in (
-        "192.0.0.0/24",  # Oracle Cloud; global in part for Python 3.11
+        "192.0.0.0/24",  # Oracle Cloud; Python 3.11 treats some of these addresses as global
         "168.63.129.16/32",  # Azure
         "161.26.0.0/16",  # IBM Cloud
         "166.8.0.0/14",  # IBM Cloud
@@ -114,7 +114,7 @@ class ImageFetcher:
     ) -> None:
         """Write the bytes of a URL to a file. `reserve` is called with a number of bytes before they are written.
 
-        `more_s`: seconds added to the timeout. Raises: ImageRefused, always with the same message; what `reserve` raises.
+        `more_s`: seconds added to the timeout. Raises: ImageRefused, always with the same message; errors of `reserve`.
         """
 
         def write(piece: bytes) -> None:
@@ -184,7 +184,7 @@ class ImageFetcher:
 
 @contextmanager
 def _share(counts: Counter[str], key: str, most: int) -> Iterator[None]:
-    """Take one of `most` slots of a key. Raises: ValueError if none is free."""
+    """Hold one of the `most` slots of a key. Raises: ValueError if none is free."""
     if counts[key] >= most:
         raise ValueError("too many at a time")
     counts[key] += 1

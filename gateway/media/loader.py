@@ -1,11 +1,10 @@
-"""The images, videos and audio of a request: from their URLs to checked bytes and the references that travel in the
-queue.
+"""Load the images, videos and audio of a request: check their bytes, and create the references for the queue.
 
-Workers decode the files. Large base64 is decoded off the event loop, in slices, as decoding holds the interpreter
-lock. A video or audio file that is fetched or uploaded can be larger than memory: it stays on disk.
+Workers decode the files. Large base64 is decoded in slices outside the event loop, because decoding holds the
+interpreter lock. Fetched and uploaded videos and audio can be larger than memory: they stay on disk, if possible.
 
-Format and size of an image (PNG, JPEG, WebP, GIF, AVIF) are read from its first bytes, by content, never by the client's
-media type: cheap enough for the event loop and immune to decompression bombs, as pixel data is never decoded. Workers
+Format and size of an image (PNG, JPEG, WebP, GIF, AVIF) are read from its headers. The client's media type is ignored.
+This is cheap enough for the event loop and immune to decompression bombs, because pixel data is never decoded. Workers
 may still refuse the image.
 
 Source: PNG specification section 5.2 and 11.2.2; ITU T.81 annex B; RFC 9649 section 2; GIF89a section 18;
@@ -46,14 +45,14 @@ _MAX_PNG_CHUNKS = 10_000
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}  # SOF0..SOF15; not DHT, JPG, DAC
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
 _JPEG_MARKER = re.compile(rb"\xff{1,255}[^\xff]", re.DOTALL)  # a marker, possibly after fill bytes
-_JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # in data, 0 follows a 255
+_JPEG_MARKER_IN_SCAN = re.compile(rb"\xff[^\x00\x01\xff\xd0-\xd7]")  # scan data has 0 after 255
 _MAX_JPEG_SEGMENTS = 4096
 _MAX_JPEG_SCANS = 100  #: encoders write about ten
 _MAX_AVIF_BOXES = 1000  #: within one box
 _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
-_LEAST_BYTES_PER_S = 1024 * 1024  #: of a fetched video or audio
+_LEAST_BYTES_PER_S = 1024 * 1024  #: minimum rate of a fetched video or audio
 _SLICE_CHARS = 1024 * 1024  #: a multiple of 4
 _HEAD_BYTES = 1024  #: leading bytes that determine the type of a video or audio file
 
@@ -85,7 +84,7 @@ def read_header(data: bytes) -> ImageHeader:
 
 
 def find_container(data: bytes) -> str | None:
-    """The media type of a video file; None for other files. Workers read the rest."""
+    """The media type of a video file; None for other files. Workers check the remaining content."""
     if data[4:8] in _MP4_BOXES and not (data[4:8] == b"ftyp" and _is_avif(data)):
         return "video/mp4"
     if data[:4] == b"\x1aE\xdf\xa3":
@@ -144,7 +143,7 @@ def _read_png(data: bytes) -> ImageHeader:
         if name in (b"IEND", b""):
             width, height = unpack_from(">II", data, 16)
             return ImageHeader("image/png", width, height)
-        if name == b"IHDR":  # decoders use the last one, and this code reads the first
+        if name == b"IHDR":  # decoders use the last header, but this code reads the first one
             raise ImageRefused("The image has two headers: save it again.")
         position += 12 + int.from_bytes(data[position : position + 4], "big")
     raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
@@ -190,7 +189,7 @@ def _check_scans(data: bytes, position: int) -> None:
         position = match.end()
         num_scans += data[position - 1] == _JPEG_SCAN
         if num_scans > _MAX_JPEG_SCANS:
-            raise ImageRefused(f"The JPEG has more than {_MAX_JPEG_SCANS} scans: use fewer.")
+            raise ImageRefused(f"The JPEG has more than {_MAX_JPEG_SCANS} scans: save it again.")
     raise ValueError
 
 
@@ -234,7 +233,7 @@ def _read_avif(data: bytes) -> ImageHeader:
 
 
 def _properties_of(data: bytes, item: int, position: int) -> Iterator[int]:
-    """The indices, from 1, of an item's properties, from the associations at a position."""
+    """The indices, from 1, of an item's properties. `position`: content of the `ipma` box, which associates them."""
     version, is_wide, count = data[position], data[position + 3] & 1, position + 4
     position += 8
     for _ in range(min(unpack_from(">I", data, count)[0], _MAX_AVIF_BOXES)):
@@ -281,10 +280,10 @@ class ImageSource(Struct, frozen=True):
     param: str
     #: A stored image of the same tenant, instead of a URL.
     ref: ImageRef | None = None
-    min_pixels: int = 0  #: to scale the image to; 0: the model's own
+    min_pixels: int = 0  #: after scaling; 0: the model's default; also for `max_pixels`
     max_pixels: int = 0
-    video: VideoOptions | None = None  #: of a video
-    if_video: VideoOptions | None = None  #: of a file, if it is a video
+    video: VideoOptions | None = None  #: options of a video; None: not a video
+    if_video: VideoOptions | None = None  #: options if a stored file is a video
     is_audio: bool = False
 
     @property
@@ -325,8 +324,8 @@ class ImageLoader:
     ) -> list[LoadedImage]:
         """Load images in order. `reserve` is called with a number of fetched bytes before they are stored.
 
-        Stored images are not read. Raises: InvalidRequest that names the refused image; what `reserve` raises. Other
-        loads are cancelled.
+        Stored images are not read. Raises: InvalidRequest, which names the refused image; errors of `reserve`. An
+        error cancels the other loads.
         """
         if all(_is_data(source.url) for source in sources):
             return [await self._load(source, reserve) for source in sources]
@@ -372,7 +371,7 @@ class ImageLoader:
     async def _fetch(self, source: ImageSource, reserve: Callable[[int], None]) -> IO[bytes]:
         url = source.url
         if not url[:8].lower().startswith(("http://", "https://")):
-            message = "Unknown URL: send a data: URL in base64, an http(s) URL, or the id of a file for vision."
+            message = "Unsupported URL: send a data: URL in base64, an http(s) URL, or the id of a file for vision."
             raise ImageRefused(message, code="invalid_image_url")
         if self.fetcher is None:
             message = "Remote URLs are disabled: send a data: URL (the operator may set VLM_GATEWAY__REMOTE_IMAGES)."
@@ -403,7 +402,7 @@ class ImageLoader:
         """A video of JPEG frames, which are all used. Raises: ImageRefused."""
         if video.num_frames is not None or video.start_s or video.end_s:
             raise ImageRefused(
-                "A video of frames has no num_frames, start_s or end_s: send only the frames to use."
+                "A video of frames does not support num_frames, start_s or end_s: send only the frames to use."
             )
         if len(encoded) > self.limits.max_video_frames:
             most = self.limits.max_video_frames
@@ -455,7 +454,7 @@ class ImageLoader:
 
 
 def _as_asked(ref: ImageRef, source: ImageSource) -> ImageRef:
-    """The reference of a stored image as the kind and with the options of the request. Raises: ImageRefused."""
+    """Apply the kind and the options of the request to the reference of a stored image. Raises: ImageRefused."""
     if source.is_audio and ref.kind == "video":
         media_type = ref.media_type.replace("video/", "audio/")
         ref = replace(ref, video=None, media_type=media_type)
@@ -474,7 +473,7 @@ def _refer(
 
 
 def _look_at(data: bytes | IO[bytes]) -> tuple[bytes, int]:
-    """The first bytes and the length. A file is at its beginning afterwards."""
+    """The first bytes and the length. Afterwards, a file is positioned at its beginning."""
     if isinstance(data, bytes):
         return data[:_HEAD_BYTES], len(data)
     num_bytes = data.seek(0, io.SEEK_END)
