@@ -19,10 +19,10 @@ _TTL_S = 366 * 86400.0  #: in Redis, after the last entry
 
 class AuditEntry(msgspec.Struct, frozen=True):
     at: float  #: epoch seconds
-    key: str  #: name of the key; of a key in the settings, a hash
+    key: str  #: name of the key; a hash if the key is in the settings
     address: str
     action: str  #: name of the operation
-    name: str  #: of what was changed
+    name: str  #: name of the changed object
     id: str  #: of the request, as in the log
     object: str = "audit.entry"
 
@@ -42,7 +42,7 @@ class AuditLog(RedisStore):
         self._name_of = name_of
 
     async def append(self, action: str, name: str, context: RequestContext) -> None:
-        """Raises: ApiError, RedisError. The change must not be made in this case."""
+        """Write an entry before the change. Raises: ApiError, RedisError; then the change must not be made."""
         now = time.time()  # noqa: TID251
         entry = AuditEntry(
             now, self._name_of(context.tenant), context.address, action, name, context.id

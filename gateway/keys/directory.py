@@ -1,8 +1,8 @@
-"""API keys: their records in the package store, if there is one, and in Redis; and one gateway's copy of all keys.
+"""API keys: their records in Redis and in the package store, if there is one, and this gateway's copy of all records.
 
-Every change is a new record with the next version. So a Redis that is restored from an older copy revives no revoked
-key, and the package store has the history of each key. The keys themselves are not stored. The copy is in memory, at
-most two seconds old.
+Every change is a new record with the next version. So a Redis that is restored from an older copy does not revive
+revoked keys, and the package store has the history of each key. The keys themselves are not stored. The copy is in
+memory and at most two seconds old.
 """
 
 import asyncio
@@ -38,17 +38,17 @@ _FILE = re.compile(r"keys/([^/]+)/(\d{8})\.json")
 _PUT_KEY = load_script(Path(__file__).parent / "scripts" / "put_key.lua")
 MAX_KEYS = 10_000  #: revoked keys included
 POLL_S = 0.5
-STALE_S = 2.0  #: after this long without Redis, stored keys are neither accepted nor refused
-WAIT_S = 4.0  #: longest time that a request with a known key waits for Redis
+STALE_S = 2.0  #: after this time without Redis, stored keys get 503
+WAIT_S = 4.0  #: maximum time that a request with a known key waits for Redis
 _SYNC_S = 30.0  #: interval of comparing Redis with the package store
 _PREFIX = "vlm-"
-GUEST = "oidc-"  #: prefix of the tenants of callers with a token
+GUEST = "oidc-"  #: prefix of the tenant ids of guests: callers with a token
 
 logger = logging.getLogger(__name__)
 
 
 class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One state of a key. Units: epoch seconds. 0: none, or the limit of the gateway's settings."""
+    """One version of a key. Units: epoch seconds. A limit of 0 is not set: the limits of the settings apply."""
 
     name: str
     version: int
@@ -73,7 +73,7 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return not self.is_revoked and (not self.expires_at or now < self.expires_at)
 
 
-#: Record of a guest that this gateway no longer knows.
+#: Record of an unknown guest.
 _NOBODY = KeyRecord("", 0, "", "", models=("",), is_revoked=True)
 
 
@@ -177,7 +177,7 @@ class KeyDirectory:
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()
         self._must_sync = asyncio.Event()
-        self._tried = asyncio.Event()  #: pulses after each try to read the records
+        self._tried = asyncio.Event()  #: wakes its waiters after each attempt to read the records
         self.is_known = asyncio.Event()  #: set once the keys were read
 
     async def find(self, key: bytes) -> KeyRecord | None:
@@ -195,7 +195,7 @@ class KeyDirectory:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S):
                     await self._tried.wait()
-                    if self._is_stale():  # the try began too long ago
+                    if self._is_stale():  # the attempt began too long ago
                         await self._tried.wait()
         if self._is_stale():
             raise unavailable()
@@ -225,7 +225,7 @@ class KeyDirectory:
             self._guests = await self._store.guests() | self._guests
 
     async def guests_of(self, name: str) -> list[str]:
-        """The tenants of the guests of a name. Raises: RedisError."""
+        """The tenants of the guests with a name. Raises: RedisError."""
         found = await self._store.guests() | self._guests
         return [tenant for tenant, known in found.items() if known == name]
 
@@ -346,7 +346,7 @@ class KeyDirectory:
         """Write the next version of a record. Raises: Conflict, RedisError, StoreError."""
         try:
             await asyncio.to_thread(self._store.put_durable, record)
-        except Conflict:  # perhaps with a record that is not in Redis
+        except Conflict:  # Redis may lack the record of the other change
             await self.sync()
             await self.refresh()
             raise

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import cryptography  # noqa: F401 (without it, jwt has no keys but shared secrets)
+import cryptography  # noqa: F401 (without it, jwt supports only shared secrets)
 import httpx
 import jwt
 import msgspec
@@ -24,10 +24,10 @@ from shared.settings import is_loopback
 from shared.settings.tree import OidcSettings, SettingsError
 
 ALGORITHMS = ("RS256", "ES256", "EdDSA")
-LEEWAY_S = 30.0  #: between the clocks of issuer and gateway
+LEEWAY_S = 30.0  #: tolerated difference between the clocks of issuer and gateway
 MAX_TOKEN_BYTES = 16 * 1024
 REFRESH_S = 600.0  #: interval of reading the issuer's keys
-RETRY_S = 10.0  #: minimum interval, for tokens with an unknown key
+RETRY_S = 10.0  #: minimum interval of reads for tokens with an unknown key
 _MAX_DOCUMENT_BYTES = 256 * 1024
 _MAX_CLAIM_CHARS = 256
 _MAX_SEEN = 10_000
@@ -36,10 +36,10 @@ _FAULTS: dict[type[Exception], str] = {
     jwt.ExpiredSignatureError: "the token has expired",
     jwt.ImmatureSignatureError: "the token is not valid yet",
     jwt.InvalidAudienceError: "the token is for another audience",
-    jwt.InvalidIssuerError: "the token is of another issuer",
+    jwt.InvalidIssuerError: "the token is from another issuer",
     jwt.InvalidSignatureError: "the signature is wrong",
     jwt.InvalidKeyError: "the key is too short",
-    jwt.InvalidAlgorithmError: f"alg is not the key's, or not one of {', '.join(ALGORITHMS)}",
+    jwt.InvalidAlgorithmError: f"alg does not match the key, or is not one of {', '.join(ALGORITHMS)}",
 }
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class TokenKeys:
         self._stored = stored
         self._documents: list[dict[str, Any]] = []
         self._keys: dict[str, jwt.PyJWK] = {}  # by kid
-        #: Verified tokens by digest: tenant, stored key and name, and when the token expires (epoch seconds).
+        #: By digest of a verified token: tenant, name of its stored key, name of the caller; expiry (epoch seconds).
         self._seen: dict[bytes, tuple[tuple[str, str, str], float]] = {}
         self._lock = asyncio.Lock()
         self._read_at = float("-inf")
@@ -135,7 +135,7 @@ class TokenKeys:
         return self._keys[kid]
 
     async def keep_fresh(self) -> None:
-        """Read the issuer's keys from time to time, so that withdrawn keys are refused."""
+        """Read the issuer's keys periodically, so that withdrawn keys are refused."""
         while True:
             async with self._lock:
                 await self._read()
@@ -184,7 +184,7 @@ class TokenKeys:
 
 
 def _to_keys(documents: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
-    """The keys for signatures by our algorithms, by kid; others are omitted."""
+    """The signature keys of the accepted algorithms, by kid. Other keys are omitted."""
     keys = {}
     for document in documents:
         kid = document.get("kid")
@@ -197,7 +197,7 @@ def _to_keys(documents: list[dict[str, Any]]) -> dict[str, jwt.PyJWK]:
 
 
 def _is_safe(url: str) -> bool:
-    with suppress(ValueError):  # no address in its brackets
+    with suppress(ValueError):  # brackets without an IP address
         parts = urlsplit(url)
         host = parts.hostname or ""
         return bool(host) and (

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable
-from datetime import UTC, date, datetime, timedelta  # noqa: TID251 (people ask for days)
+from datetime import UTC, date, datetime, timedelta  # noqa: TID251 (usage is per day)
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Used(Struct):
-    """One tenant's usage of a model on a day. Cost in nano-dollars."""
+    """One tenant's usage of a model on a day. Unit of the cost: nano-dollars."""
 
     day: date
     tenant: str
@@ -37,8 +37,8 @@ class Used(Struct):
 class UsageLog:
     """Reads and saves usage.
 
-    If Redis loses a day's sums, it begins new sums under another name: the usage of a day is the total over all names.
-    If Redis is restored from an older copy, its sums are raised to the saved ones.
+    If Redis loses the sums of a day, it starts new sums with another number. The usage of the day is the total of all
+    its sums. If Redis is restored from an older copy, its sums are raised to the saved ones.
     """
 
     def __init__(self, queue: GatewayQueue, durable: PackageStore | None) -> None:
@@ -49,7 +49,7 @@ class UsageLog:
         self._reading = asyncio.Lock()  # one at a time, because reading a year is expensive
 
     async def read(self, first: date, last: date) -> list[Used]:
-        """The usage of some days, the last one included. Raises: QueueUnavailable, StoreError."""
+        """The usage of the days from `first` to `last`, inclusive. Raises: QueueUnavailable, StoreError."""
         sums = await self._sums(first, last)
         return [used for path, each in sums.items() for used in _split(path, each)]
 
@@ -76,7 +76,7 @@ class UsageLog:
         return json.loads(await asyncio.to_thread(self._durable.get, path) or b"{}")
 
     async def restore_budget(self, call: Call, budget: Budget) -> None:
-        """Write to Redis what a call's tenant has spent of a budget. Raises: QueueUnavailable."""
+        """Write to Redis how much of a budget the tenant of a call has spent. Raises: QueueUnavailable."""
         first = date.fromisoformat(f"{budget.period}-01"[:10])
         last = max(first, today()) if len(budget.period) == 7 else first
         try:
@@ -113,7 +113,7 @@ class UsageLog:
         self._runs |= runs
 
     async def raise_budgets(self) -> dict[str, dict[str, int]]:
-        """Raise the spending of budgets to the counted costs. Returns the sums of this month."""
+        """Raise the spending of budgets to the counted costs. Returns the sums of this month and yesterday."""
         now = today()
         sums = await self._sums(min(now.replace(day=1), now - timedelta(1)), now)
         for period in (now.isoformat()[:7], now.isoformat()):

@@ -3,7 +3,7 @@
 -- Returns 1 if the record is there now, or 0.
 local args = cmsgpack.unpack(ARGV[1])
 local current = redis.call('HGET', KEYS[1], args.name)
-if current == ARGV[2] then return 1 end  -- a call whose reply was lost
+if current == ARGV[2] then return 1 end  -- a repeated call, whose first reply was lost
 local version = current and tonumber(string.match(current, '^%d+')) or 0
 if version >= args.version then return 0 end
 redis.call('HSET', KEYS[1], args.name, ARGV[2])
