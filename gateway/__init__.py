@@ -1,1 +1,1 @@
-"""The gateway: HTTP APIs over a queue of calls. Images stay encoded, and prompts stay text."""
+"""The gateway: HTTP APIs over a queue of calls. It neither decodes images nor tokenizes prompts."""

@@ -1,16 +1,16 @@
-"""Batches: files of requests that are answered within a day, at lower priority. Their state, and how they run.
+"""Store and run batches: files of requests that are answered within a day, at lower priority.
 
-The state of a batch is a set of records in a folder, in a directory or a bucket:
+The state of a batch is a folder of records, in a directory or a bucket:
 
     record       the request for the batch
-    beginning    the input file is valid, and has this many requests
+    beginning    the number of requests; written after the input file was validated
     cancel       the client cancelled the batch
     parts/       results, several in each part
-    finalizing   no more requests are run: the final status, and the parts that count
+    finalizing   the final status, and the parts that the output contains; no more requests are run
     ending       the output files
 
-The first writer of a record wins, and a record depends only on earlier records. So it does not matter which gateway
-writes a record, or whether two gateways try. All methods of `Batches` and `BatchFiles` block and raise StoreError.
+The first writer of a record wins, and a record depends only on earlier records. So any gateway can write a record, and
+concurrent writes are harmless. All methods of `Batches` and `BatchFiles` block and raise StoreError.
 
 The gateway that holds the lease of a batch runs it, several lines at a time. Each line is a request to the batch's
 endpoint, with batch priority. If the gateway dies, another gateway runs the lines that have no stored result.
@@ -49,7 +49,7 @@ from shared.telemetry.logs import request_id
 #: Maximum number of reported errors of a file.
 MAX_ERRORS = 100
 _MAX_CUSTOM_ID_CHARS = 512
-#: Prefix of the ids, which distinguishes these files from those of vector stores.
+#: Prefix of the file ids. Files of vector stores have another prefix.
 FILE_ID = "file-batch-"
 _FILE_ID = re.compile(FILE_ID + "[0-9a-f]{32}")
 _FOLDER = "files"
@@ -58,14 +58,14 @@ BATCH_ID = "batch_"
 _BATCH_ID = re.compile(BATCH_ID + "[0-9a-f]{32}")
 WINDOW_S = 24 * 3600.0
 _BATCHES, _OPEN, _CANCELLED = "batches", "open", "cancelled"
-#: Age at which the marker of an open batch is deleted if it has no record. Markers are written before records.
+#: Age at which the marker of an open batch without a record is deleted. Markers are written before records.
 _ORPHAN_S = 600.0
 Final = Literal["completed", "cancelled", "expired", "failed"]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class LineError(msgspec.Struct, frozen=True):
-    """An error in a line. `line`: from 1."""
+    """An error of a batch. `line`: the line of the input file, from 1; None for the whole file."""
 
     code: str
     message: str
@@ -108,7 +108,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 class BatchLine(msgspec.Struct, frozen=True):
-    """A request of a batch. `number`: from 0; `body`: JSON."""
+    """A request of a batch. `number`: its index, from 0. `body`: JSON."""
 
     number: int
     custom_id: str
@@ -120,7 +120,7 @@ _streams_decoder = msgspec.json.Decoder(_Streams)
 
 
 def split_lines(data: bytes) -> list[memoryview]:
-    """Lines that are not blank, without copies."""
+    """Split a file into its non-blank lines, without copying them."""
     view, lines, start = memoryview(data), [], 0
     while start < len(data):
         end = data.find(b"\n", start)
@@ -139,7 +139,7 @@ def read_line(line: memoryview, number: int) -> BatchLine:
 def check_lines(data: bytes, endpoint: str, max_lines: int) -> tuple[int, list[LineError]]:
     lines = split_lines(data)
     if not lines:
-        return 0, [LineError("empty_file", "The file is empty: send one JSON object a line.")]
+        return 0, [LineError("empty_file", "The file is empty: send one JSON object per line.")]
     if len(lines) > max_lines:
         message = f"The file has {len(lines)} requests: send at most {max_lines} in a batch."
         return len(lines), [LineError("too_many_requests", message)]
@@ -175,21 +175,21 @@ def _check_body(body: Raw, number: int) -> LineError | None:
         if _streams_decoder.decode(body).stream:
             message = "A batch does not stream: leave out stream."
             return LineError("invalid_request", message, "body.stream", number)
-    except msgspec.ValidationError:  # validated by the endpoint
+    except msgspec.ValidationError:  # the endpoint reports a wrong type of `stream`
         if not bytes(body).lstrip().startswith(b"{"):
             return LineError("invalid_request", "Send an object as body.", "body", number)
     return None
 
 
 def to_output(batch_id: str, line: BatchLine, result: _Response | _Error) -> bytes:
-    """A line of an output file. Its id is a function of batch and line."""
+    """Encode a line of an output file. Its id is a hash of the batch id and the line's number."""
     digest = hashlib.sha256(f"{batch_id} {line.number}".encode()).hexdigest()
     response, error = (result, None) if isinstance(result, _Response) else (None, result)
     return msgspec.json.encode(_Result("batch_req_" + digest[:32], line.custom_id, response, error))
 
 
 class LineResult(msgspec.Struct, frozen=True):
-    """The result of a line. `data`: a line of one of the output files. Parts are groups of results."""
+    """The result of a request. `number`: index of the request; `data`: the encoded line of an output file."""
 
     number: int
     is_completed: bool
@@ -197,7 +197,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 class BatchFile(msgspec.Struct, frozen=True):
-    """A file. `created_at`: epoch seconds."""
+    """An input or output file. `created_at`: epoch seconds."""
 
     id: str
     filename: str
@@ -207,13 +207,13 @@ class BatchFile(msgspec.Struct, frozen=True):
 
 
 def make_id(beginning: str, now_s: float, name: str = "") -> str:
-    """An id that sorts by time. It ends in a hash of `name`, or in random digits without a name."""
+    """Make an id that sorts by time. It ends in a hash of `name`, or in random digits if `name` is empty."""
     tail = hashlib.sha256(name.encode()).hexdigest()[:21] if name else secrets.token_hex(11)[:21]
     return f"{beginning}{int(now_s * 1000):0{_TIME_DIGITS}x}{tail}"
 
 
 def time_of(id_: str, beginning: str) -> float:
-    """The epoch seconds of an id; 0 for other ids."""
+    """The creation time of an id that `make_id` made, in epoch seconds; 0 for other ids."""
     digits = id_.removeprefix(beginning)[:_TIME_DIGITS]
     try:
         return int(digits, 16) / 1000
@@ -222,7 +222,7 @@ def time_of(id_: str, beginning: str) -> float:
 
 
 class BatchFiles:
-    """The files of each owner. The record of a file is written after its bytes."""
+    """Input and output files, by owner. The record of a file is written after its bytes."""
 
     def __init__(self, store: PackageStore) -> None:
         self._store = store
@@ -262,7 +262,7 @@ class BatchFiles:
         return names.count("json"), sum(int(name) for name in names if name.isdigit())
 
     def sweep(self, before_s: float) -> None:
-        """Delete older files, bytes without a record, and leftovers of interrupted writes."""
+        """Delete files that are older than `before_s`, and leftovers of interrupted writes."""
         self._store.delete_parts(before_s)
         for key in self._store.list(_FOLDER):
             if time_of(key.rpartition("/")[2], FILE_ID) < before_s:
@@ -279,7 +279,7 @@ def _data(owner: str, file: BatchFile) -> str:
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """The request for a batch. `tenant`: the caller of its requests. Units: epoch seconds."""
+    """The request that created a batch. `tenant`: the tenant of its requests. Units: epoch seconds."""
 
     id: str
     owner: str
@@ -293,7 +293,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """The input file is valid."""
+    """Written after the input file was validated. `at`: epoch seconds; `total`: number of requests."""
 
     at: int
     total: int
@@ -304,7 +304,7 @@ class Cancel(msgspec.Struct, frozen=True):
 
 
 class Finalizing(msgspec.Struct, frozen=True):
-    """No more requests are run. `parts`: names of the parts that count, in order."""
+    """Written when no more requests are run. `parts`: names of the parts that the output contains, in order."""
 
     at: int
     status: Final
@@ -354,10 +354,10 @@ class Batches:
         self.files = files
 
     def create(self, owner: str, max_open: int, **fields: Any) -> BatchRecord | None:
-        """Create a batch with fields of its record, unless its owner has `max_open` open batches.
+        """Create a batch. `fields`: other fields of its record. None: its owner has `max_open` open batches.
 
         The marker of the batch is written before open batches are counted. So concurrent calls never exceed the limit,
-        but may create fewer batches.
+        but may be refused just below it.
         """
         now = time.time()  # noqa: TID251
         times = {"created_at": int(now), "expires_at": int(now + WINDOW_S)}
@@ -397,7 +397,7 @@ class Batches:
         return sorted(names[2] for names in keys if names[3:] == ["record"])
 
     def open_ids(self, owner: str = "") -> list[tuple[str, str]]:
-        """Owner and id of open batches, of one owner or of all."""
+        """The owner and id of each open batch. An empty `owner` selects all owners."""
         keys = self._store.list(f"{_OPEN}/{owner}" if owner else _OPEN)
         return [(names[1], names[2]) for names in (key.split("/") for key in keys)]
 
@@ -423,7 +423,7 @@ class Batches:
         self._store.put_if_absent(key, msgspec.msgpack.encode(results))
 
     def results(self, record: BatchRecord, parts: list[str]) -> Iterator[LineResult]:
-        """The result of each line, once."""
+        """The results in `parts`, without duplicates of a line."""
         seen: set[int] = set()
         for name in parts:
             data = self._store.get(f"{_folder(record.owner, record.id)}/parts/{name}")
@@ -435,14 +435,14 @@ class Batches:
                     yield result
 
     def read_input(self, record: BatchRecord) -> bytes | None:
-        """The input file. None: it was deleted."""
+        """The content of the input file. None: it was deleted."""
         file = self.files.get(record.owner, record.input_file_id)
         return None if file is None else b"".join(self.files.read(record.owner, file))
 
     def finalize(
         self, record: BatchRecord, status: Final, errors: Sequence[LineError] = ()
     ) -> None:
-        """Record the final status. Results that are stored later don't count."""
+        """Record the final status. Results that are stored later are ignored."""
         view = self.get(record.owner, record.id)
         parts = [] if view is None else view.parts
         self._write(record, "finalizing", Finalizing(_now(), status, parts, list(errors)))
@@ -537,9 +537,9 @@ _LEASE_S = 15.0
 _SWEEP_PAUSE_S = 3600.0
 _PART_RESULTS = 256
 _MAX_PAUSE_S = 30.0
-#: Maximum attempts of a line whose request was accepted, but failed.
+#: Maximum attempts of a line whose accepted request failed.
 _MAX_TRIES = 5
-#: Errors of requests that were not accepted; they do not count as attempts.
+#: Error codes of requests that were not accepted. Such requests do not count as attempts.
 _NOT_TAKEN = frozenset((
     "no_worker", "server_overloaded", "service_unavailable", "store_unavailable", "unsupported_version",
 ))  # fmt: skip
@@ -554,7 +554,7 @@ class LineAnswer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-#: Calls an endpoint for a tenant: tenant, endpoint, body.
+#: Calls an endpoint. Arguments: tenant, endpoint, body.
 Ask = Callable[[str, str, bytes], Awaitable[LineAnswer]]
 
 
@@ -570,7 +570,7 @@ class BatchRunner:
     max_lines: int
     keep_s: float  #: age at which files and batches are deleted
     look_s: float = 3.0
-    flush_s: float = 2.0  #: interval of storing results
+    flush_s: float = 2.0  #: interval at which results are stored
 
     def __post_init__(self) -> None:
         self.holder = secrets.token_hex(8)
@@ -621,10 +621,10 @@ class BatchRunner:
         waiting = [each for each in waiting if each[1] not in self._running]
         cancelled = await asyncio.to_thread(self._batches.cancelled_ids) if waiting else set()
         for owner, id_ in [each for each in waiting if each[1] in cancelled]:
-            waiting.remove((owner, id_))  # only has to be finished, MAX_RUNNING does not apply
+            waiting.remove((owner, id_))  # it runs no lines, so MAX_RUNNING does not apply
             await self._try_to_run(owner, id_)
         while waiting and len(self._running) < MAX_RUNNING:
-            # The oldest batch of the owner with the fewest running ones.
+            # For fairness, choose the oldest batch of the owner with the fewest running batches.
             num_running = Counter(owner for owner, _ in self._running.values())
             owner, id_ = min(waiting, key=lambda each: (num_running[each[0]], each[1]))
             waiting.remove((owner, id_))
@@ -656,7 +656,7 @@ class BatchRunner:
             self._changed.set()
 
     async def _renew_lease(self, id_: str) -> None:
-        """Renew the lease. Returns when the lease is lost, or may be lost."""
+        """Renew the lease. Returns when the lease is lost or may be lost."""
         held_at = time.monotonic()
         while time.monotonic() < held_at + _LEASE_S * 0.7:
             await asyncio.sleep(_LEASE_S / 5)
@@ -678,7 +678,7 @@ class BatchRunner:
         await asyncio.to_thread(self._batches.end, view.record)
 
     async def _compute(self, view: BatchView) -> tuple[Final, list[LineError]]:
-        """Run the lines without a result. Returns the final status, and errors of the batch."""
+        """Run the lines that have no result. Returns the final status and the errors of the batch."""
         record, batches = view.record, self._batches
         if view.cancel is not None:
             return "cancelled", []
@@ -714,7 +714,7 @@ class BatchRunner:
     # Used by `_Computing`
 
     async def answer(self, record: BatchRecord, line: BatchLine) -> LineResult:
-        """Run a line. Retries while the queue is full."""
+        """Run a line. Retries retryable errors; requests that were not accepted are retried without limit."""
         num_tries, num_refusals = 0, 0
         while True:
             answer = await self._ask(record.tenant, record.endpoint, line.body)
@@ -778,7 +778,7 @@ class _Computing:
             line = read_line(self._lines[number], number)
             result = await self._runner.answer(self._record, line)
             if not result.is_completed and not self._runner.may_ask(self._record):
-                return  # the key has ended, and the line has no result
+                return  # the key was revoked or expired: this failure is no result of the line
             self._results.append(result)
             if len(self._results) >= _PART_RESULTS:
                 self._has_room.clear()
@@ -796,7 +796,7 @@ class _Computing:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):
                     return
-            except StoreError as error:  # full disk: no further lines are run meanwhile
+            except StoreError as error:  # such as a full disk; lines pause at _PART_RESULTS results
                 logger.warning("cannot store results of a batch, retrying: %s", error)
 
     async def flush(self) -> None:
@@ -815,7 +815,7 @@ class _Computing:
 
 def _find_pause(answer: LineAnswer) -> float | None:
     """Seconds until a line is retried. None: the response is final."""
-    if answer.status == 504:  # its deadline has passed
+    if answer.status == 504:  # the deadline of the request has passed
         return 1.0
     if answer.headers.get(b"x-should-retry") != b"true":
         return None
@@ -839,7 +839,7 @@ _HEADERS = {b"content-type": b"application/json", b"x-vlm-priority": b"batch"}
 async def ask_endpoint(
     lifecycle: Lifecycle, surfaces: Mapping[str, Surface], tenant: str, path: str, body: bytes
 ) -> LineAnswer:
-    """The response of the endpoint; cancelling the call cancels the request."""
+    """Call an endpoint in this process. Cancelling the coroutine cancels the request."""
     context = RequestContext(
         secrets.token_hex(16),
         dict(_HEADERS),

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from shared.gateway_client import ApiFailed, Client
 
-#: Not in Python's own table of types.
+#: Media types that `mimetypes` may lack.
 _AUDIO = {
     ".flac": "audio/flac",
     ".m4a": "audio/mp4",
@@ -41,7 +41,7 @@ class ChatError(ApiFailed):
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation with one model. `timings`: of the last answer, in seconds."""
+    """A conversation with one model. `timings`: the stages of the last answer, in seconds."""
 
     client: Client
     model: str
@@ -166,9 +166,9 @@ def run_chat(
     max_tokens: int | None,
     temperature: float,
 ) -> int:
-    """Answer one question, or without `question` each line of the input. Returns the exit code. Raises: ApiFailed.
+    """Answer `question`, or each line of stdin if there is no question. Returns the exit code. Raises: ApiFailed.
 
-    Prints only answers if the output, or the input of a conversation, is not a terminal.
+    If stdout, or stdin in a conversation, is not a terminal, only answers are printed.
     """
     client = Client(url, api_key, _TIMEOUT_S)
     conversation = Conversation(client, model or first_model(client), max_tokens, temperature)
@@ -226,7 +226,7 @@ class _Terminal:
                 self._notes.print(message, style="red", markup=False, soft_wrap=True)
                 exit_code = 0 if self._is_on_terminal else 1
             if len(messages) > num_before:
-                files = []  # sent once: the conversation contains them
+                files = []  # the conversation contains them now
 
     def _run_command(self, line: str, files: list[Path]) -> list[Path]:
         """Run a command. Returns the files of the next question. Raises: ChatError."""

@@ -37,7 +37,7 @@ def chat(
         str | None, typer.Option(help="Model to ask.", show_default="the server's first")
     ] = None,
     api_key: ApiKey = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of an answer.")] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
 ) -> None:
     """Ask a question about images, videos and audio; prints the answer as it streams, and the time of each stage."""

@@ -1,6 +1,6 @@
-"""The gateway process, and its HTTP application, assembled from its endpoints.
+"""The gateway process and its HTTP application.
 
-Called by the command line with all settings, after logging is configured.
+The command line configures logging, then calls `run_gateway` with all settings.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from shared.settings.tree import Settings
 
 logger = logging.getLogger(__name__)
 
-#: Response headers that pages of allowed origins may read.
+#: Response headers that web pages of allowed origins can read.
 _SHOWN_TO_PAGES = (
     "request-id",
     "retry-after",
@@ -78,7 +78,7 @@ def create_app(
     )
     if not gateway.cors_origins:
         return router
-    return CORSMiddleware(  # before keys are checked
+    return CORSMiddleware(  # outside the router, because preflight requests have no key
         router,
         allow_origins=gateway.cors_origins,
         allow_methods=["*"],
@@ -88,7 +88,7 @@ def create_app(
 
 
 def _find_render(path: str, headers: Mapping[bytes, bytes]) -> Render | None:
-    """The error format for a path without a surface. None: OpenAI's."""
+    """The error format for a path that no surface serves. None: OpenAI's format."""
     if path.startswith("/api/"):
         return render_ollama
     if path.startswith("/v1/models") and b"anthropic-version" in headers:
@@ -115,7 +115,7 @@ def raise_file_limit(num_needed: int) -> None:
 
 
 def run_gateway(settings: Settings) -> int:
-    """Serve until a signal. Returns the exit code. Raises: SettingsError."""
+    """Serve until a signal arrives. Returns the exit code. Raises: SettingsError."""
     return_large_buffers()
     check_exposure(settings.gateway)
     raise_file_limit(settings.limits.max_open_requests + RESERVED_FILES)

@@ -35,7 +35,7 @@ class SearchClient:
         token = settings.token.get_secret_value()
         self.is_on = bool(settings.url)
         self._outage = Outage()
-        is_tls = parts.scheme == "https"  # loading the system's certificates takes a while
+        is_tls = parts.scheme == "https"  # loading the system's certificates is slow
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=parts.path, verify=False) if is_unix else None,
             verify=is_tls,
@@ -91,7 +91,7 @@ class Outage:
         self._last_s = RESTART_S
 
     def begin(self, now: float) -> int:
-        """Note a failure. Returns retry-after: the remainder of the last outage's duration, or the duration so far."""
+        """Record a failure. Returns retry-after in seconds; beyond the last outage's duration, the duration so far."""
         self._began_at = self._began_at or now
         so_far_s = now - self._began_at
         left_s = self._last_s - so_far_s

@@ -1,4 +1,4 @@
-"""The parts of a gateway process, created once, and started and stopped in order."""
+"""The components of a gateway process. They are created once, and started and stopped in order."""
 
 import asyncio
 import secrets
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from gateway.keys.oidc import TokenKeys
 
 
-_MAX_REDIS_BYTES = 64 * 1024 * 1024  #: limit of one video or audio file without a store
+_MAX_REDIS_BYTES = 64 * 1024 * 1024  #: limit of a video or audio file without VLM_BLOBS__STORE
 
 
 class Services:
@@ -157,14 +157,14 @@ class Services:
         return keys, AuditLog(self._redis, prefix, self.durable, keys.name_of)
 
     def _create_tokens(self) -> "TokenKeys | None":
-        """Authentication by OIDC tokens. None: no issuer is set. Raises: SettingsError."""
+        """Create the authentication by OIDC tokens. None: no issuer is set. Raises: SettingsError."""
         settings = self.settings.gateway.oidc
         if not settings.issuer:
             return None
         if self.keys is None:
             raise SettingsError("VLM_GATEWAY__OIDC__ISSUER: set VLM_GATEWAY__ROOT_KEY too")
         try:
-            from gateway.keys.oidc import TokenKeys  # noqa: PLC0415 (an extra)
+            from gateway.keys.oidc import TokenKeys  # noqa: PLC0415 (optional dependencies)
         except ImportError:
             problem = "install PyJWT and cryptography: pip install '.[oidc]'"
             raise SettingsError(f"VLM_GATEWAY__OIDC__ISSUER: {problem}") from None
@@ -241,7 +241,7 @@ class Services:
         spawn(self.models.keep_fresh())
         spawn(self.usage.keep_saved())
         if self.keys is not None:
-            with suppress(RedisError, StoreError, OSError):  # stored keys get 503 meanwhile
+            with suppress(RedisError, StoreError, OSError):  # until then, stored keys get 503
                 await self.keys.refresh()
             spawn(self.keys.keep_fresh())
             spawn(self.keys.keep_synced())
@@ -287,7 +287,7 @@ class Services:
 
 
 def _open_store(variable: str, url: str) -> PackageStore | None:
-    """The store of a setting. Raises: SettingsError."""
+    """Open the store that a setting names. None: the setting is empty. Raises: SettingsError."""
     try:
         return open_store(url) if url else None
     except StoreError as error:
