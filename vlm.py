@@ -28,7 +28,7 @@ def settings() -> None:
     show(settings_classes())
 
 
-#: For output that is not printed by rich, which supports NO_COLOR itself. Source: https://no-color.org
+#: Color of output that is not printed by rich. Rich supports NO_COLOR itself. Source: https://no-color.org
 _COLOR = False if os.environ.get("NO_COLOR") else None
 
 app = typer.Typer(
@@ -79,13 +79,13 @@ app.add_typer(deploy.session_cli.session, name="session")
 app.add_typer(deploy.keys_cli.app, name="keys")
 for command in (deploy.keys_cli.forget, deploy.keys_cli.audit, deploy.keys_cli.usage):
     app.command(cls=deploy.cli.GatewayCommand)(command)
-if find_spec("benchmarks") is not None:  # in the repository, not in the wheel
+if find_spec("benchmarks") is not None:  # the wheel does not contain it
     from benchmarks.cli import app as bench
 
     app.add_typer(bench, name="bench")
 app.command(cls=FiniteCommand)(loadtest.cli.loadtest)
 
-#: Headings of `vlm --help`, in their order.
+#: Commands by heading of `vlm --help`, in display order.
 _GROUPS = {
     "Serve": "serve gateway worker node search-node settings",
     "Ask": "chat embed search store run session",
@@ -102,7 +102,7 @@ for registered in (*app.registered_commands, *app.registered_groups):
 
 
 def main() -> None:
-    """Run the command; a wrong setting is one clear line and exit code 78."""
+    """Run the command. A wrong setting prints one line and exits with code 78."""
     try:
         app()
     except SettingsError as error:

@@ -3,25 +3,25 @@
     from vlm_app import Application
 
     class Captioner(Application):
-        def setup(self, context): ...       # once a process: slow preparations
-        def enter(self, common_data): ...   # once a session
-        def run(self, task): ...            # JSON in, JSON out; or yield pieces of it
-                                            # runs at least once: see Application.run
+        def setup(self, context): ...       # once per process: slow preparations
+        def enter(self, common_data): ...   # once per session, in each process that serves it
+        def run(self, task): ...            # JSON in, JSON out; or yield the result in pieces
+                                            # each task runs at least once: see Application.run
         def leave(self): ...                # when the process drops a session
 
 The process reads JSON lines from standard input, and answers each with one or more lines on standard output. A program
-in any other language may do the same:
+in any other language can implement the same protocol:
 
     {"type":"setup",...}                           {"type":"ready"}
     {"type":"enter","session":S,"common_data":D}   {"type":"entered"}
     {"type":"run","session":S,"task_id":T,"attempt":N,"input":I}
                                                    {"type":"item","value":V} ... {"type":"result","value":V}
     {"type":"leave","session":S}                   {"type":"left"}
-    {"type":"cancel"}                              no answer; the cancelled run is answered
-    any of them                                    {"type":"error","message":M}
+    {"type":"cancel"}                              no answer; the cancelled run answers with an error
+    any message that fails                         {"type":"error","message":M}
 
-`session` is empty for tasks without a session, for which no `enter` is sent. `input` and `common_data` come last. The
-output of `print` goes to the log of the node.
+`session` is empty for a task without a session, and no `enter` precedes it. `input` and `common_data` are the last
+fields of their messages. The output of `print` goes to the log of the node.
 
 A client of a deployed application uses sessions of the gateway:
 
@@ -29,7 +29,7 @@ A client of a deployed application uses sessions of the gateway:
 
     with Session.open("captioner", common_data={"language": "en"}) as session:
         session.submit(*images)
-        for task in session.results():  # in their order, each as soon as it has ended
+        for task in session.results():  # in submission order, each as soon as it has ended
             print(task.output if task.error is None else task.error)
 """
 
@@ -60,7 +60,7 @@ __all__ = [
 
 
 class TaskError(Exception):
-    """The task failed. The client gets the message."""
+    """Raised in `run` to fail the task. The client receives the message."""
 
 
 class TaskCancelled(BaseException):
@@ -73,11 +73,11 @@ class Context:
 
     package: Path  #: directory of the application's files, read-only
     name: str = ""  #: name of the deployment, `@` and the version
-    device: str = "cpu"  #: or `cuda`
+    device: str = "cpu"  #: `cpu` or `cuda`
 
 
 class Application:
-    """Base of applications. Each session has a shallow copy: it shares what `setup` stores, not what `enter` stores."""
+    """Base class of applications. Each session uses a shallow copy: `setup` stores shared state, `enter` its own."""
 
     def setup(self, context: Context) -> None:
         """Load models and other data that all tasks need."""
@@ -98,7 +98,7 @@ class Application:
         raise NotImplementedError
 
     def leave(self) -> None:
-        """End a session in this process: it was evicted by newer ones, or the process stops."""
+        """End a session in this process, because newer sessions evict it or the process stops."""
 
 
 class SessionError(Exception):
@@ -111,7 +111,7 @@ class SessionError(Exception):
 
 @dataclass(frozen=True)
 class TaskResult:
-    """An ended task. `error`: the reason why there is no output; None if there is one."""
+    """The result of an ended task. `error`: the reason why it has no output; None if it has output."""
 
     id: str
     state: str  #: succeed, failed or cancelled
@@ -122,11 +122,11 @@ class TaskResult:
 class Session:
     """A session of a deployed application, through the gateway's API. Not thread-safe."""
 
-    _PIECE = 1000  # tasks of one request
+    _PIECE = 1000  # maximum tasks in one request
     _WAIT_S = 30
 
     def __init__(self, session_id: str, *, url: str = "", api_key: str = "") -> None:
-        """An existing session, by its id. `url` and `api_key` default to VLM_URL and VLM_API_KEY."""
+        """Use an existing session. `url` and `api_key` default to VLM_URL and VLM_API_KEY."""
         self.id = session_id
         url = (url or os.environ.get("VLM_URL") or "http://127.0.0.1:8000").rstrip("/")
         self._url = url if "://" in url else f"http://{url}"
@@ -144,7 +144,7 @@ class Session:
         return session
 
     def submit(self, *inputs: Any) -> list[str]:
-        """Send tasks; returns their ids. Waits while the queue is full. Raises: SessionError, OSError."""
+        """Submit a task per input. Returns their ids. Waits while the queue is full. Raises: SessionError, OSError."""
         tasks = [{"id": uuid.uuid4().hex, "input": each} for each in inputs]
         for first in range(0, len(tasks), self._PIECE):
             some = tasks[first : first + self._PIECE]
@@ -166,7 +166,7 @@ class Session:
             return TaskResult(task_id, found["state"], error=error)
 
     def results(self) -> Iterator[TaskResult]:
-        """The results of submitted tasks in order, each only once."""
+        """Yield the results of submitted tasks, each only once, in submission order."""
         while self._submitted:
             result = self.result(self._submitted[0])
             self._submitted.pop(0)
@@ -195,7 +195,7 @@ class Session:
                     return json.load(answer)
             except urllib.error.HTTPError as failed:
                 pause, error = failed.headers.get("retry-after", ""), self._error(failed)
-                is_spent = error.code == "insufficient_quota"  # the budget, until the next month
+                is_spent = error.code == "insufficient_quota"  # the wait could last a month
                 if failed.code not in (429, 503) or not pause.isdigit() or is_spent:
                     raise error from None
             time.sleep(int(pause))
@@ -209,7 +209,7 @@ class Session:
 
 
 class _Runner:
-    """Serves one application. Messages are handled in order, but a `cancel` is handled at once."""
+    """Serves one application. Messages are handled in order, except for `cancel`, which is handled immediately."""
 
     def __init__(self, entry: str, reader: int, writer: int) -> None:
         self._entry = entry
@@ -218,7 +218,7 @@ class _Runner:
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self._sessions: dict[str, Application] = {}
         self._application = Application()
-        self._optional: list[str] = []  # names of optional parameters of `run`
+        self._optional: list[str] = []  # optional parameters that `run` accepts
         self._can_cancel = False
         self._is_cancelled = False
 
@@ -329,11 +329,11 @@ def _encode(answer: dict[str, Any]) -> bytes:
 
 
 def serve(entry: str) -> None:
-    """Run the application `module:Class` on standard input and output."""
+    """Serve the application `module:Class` on standard input and output."""
     reader, writer = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)  # printed lines must not be read as answers
-    if isinstance(sys.stdout, io.TextIOWrapper):  # write each printed line to the log at once
+    if isinstance(sys.stdout, io.TextIOWrapper):  # write each printed line to the log immediately
         sys.stdout.reconfigure(line_buffering=True)
     _Runner(entry, reader, writer).serve()
