@@ -1,8 +1,8 @@
 """API keys: bearer tokens or `x-api-key`. Keys of the settings are compared by digest in constant time.
 
-Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows only on loopback addresses.
-With keys, `/metrics` requires one: an admin key, if the settings have admin keys. Prometheus sends a key with
-`authorization: credentials_file`.
+Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows only on loopback addresses
+or with `allow_open`. With keys, `/metrics` requires one: an admin key, if the settings have admin keys. Prometheus
+sends the key in its setting `authorization: credentials_file`.
 """
 
 import hashlib
@@ -62,20 +62,20 @@ class KeyRing:
             "deploy": settings.deploy_keys,
             "admin": roots,
         }
-        # tenants
+        # tenants by role
         self._roles = {role: frozenset(map(tenant_of, held)) for role, held in roles.items()}
         self._salts = {_digest(_bytes(key)): tenant_of(key) for key in keys}
         self.is_open = not settings.api_keys and not roots  #: whether requests need no key
         self._stored = stored
 
     def knows(self, salt: str, guest: str = "") -> bool:
-        """Whether the tenant with this cache salt still has a key. `guest`: see `KeyDirectory`."""
+        """Whether the tenant with this cache salt has a valid key. `guest`: see `KeyDirectory.is_active`."""
         if self.is_open or salt in self._salts.values():
             return True
         return self._stored is not None and self._stored.is_active(salt, guest)
 
     async def authenticate(self, headers: Sequence[tuple[bytes, bytes]], role: Role = "use") -> str:
-        """The cache salt of a caller with a role.
+        """Check that the caller has a role. Returns its cache salt; empty if the gateway is open.
 
         Raises: AuthenticationError without a key, WrongKey for an unknown one, Forbidden without the role,
         Overloaded while stored keys cannot be read.
@@ -88,9 +88,9 @@ class KeyRing:
         if not (nobody_may and self.is_open):
             salt, has_role = await self._identify(headers, role)
         if not has_role:
-            message = f"This API key may not do this: send a key of {setting}, or one with the role {role}."
+            message = f"This API key lacks the role {role}: send a key of {setting}, or a stored key with this role."
             if nobody_may:
-                message = f"No key may do this: set {setting}."
+                message = f"No API key has the role {role}: the operator can set {setting}."
             raise Forbidden(message, code="insufficient_permissions")
         return salt
 
@@ -110,7 +110,7 @@ class KeyRing:
             if self._stored is not None and (found := await self._stored.find(keys[0])) is not None:
                 return found.tenant, role == "any" or role in found.roles
         raise WrongKey(
-            "Incorrect API key: send one that this server knows.", code="invalid_api_key"
+            "Incorrect API key: send a valid key of this server.", code="invalid_api_key"
         )
 
     def _find(self, key: bytes) -> str | None:
@@ -143,7 +143,7 @@ def tenant_of(key: SecretStr) -> str:
 
 
 class WrongKeys:
-    """Counts the wrong keys of each client address in a minute.
+    """Counts the wrong keys that each client address sends within a minute.
 
     A valid key always passes, so that nobody can lock out others behind the same proxy. The table is bounded: the
     oldest entry is evicted. `per_minute` 0 disables the limit.
@@ -159,7 +159,7 @@ class WrongKeys:
         address, now = _place(host), self._clock()
         num_keys, until = self._minutes.get(address, (0, 0.0))
         if until <= now:
-            self._minutes.pop(address, None)  # a new minute is appended
+            self._minutes.pop(address, None)  # append the new minute: the first entry is the oldest
             num_keys, until = 0, now + WINDOW_S
         self._minutes[address] = (num_keys + 1, until)
         if len(self._minutes) > MAX_ADDRESSES:
@@ -188,7 +188,7 @@ def network_of(address: Address) -> str:
 
 
 def check_exposure(settings: GatewaySettings) -> None:
-    """Refuse to listen on other addresses than loopback without keys. Raises: SettingsError."""
+    """Refuse to serve non-loopback addresses without keys, unless `allow_open` is set. Raises: SettingsError."""
     if settings.api_keys or settings.root_key or settings.allow_open or is_loopback(settings.host):
         return
     raise SettingsError(

@@ -34,21 +34,21 @@ Unsupported = Mapping[str, tuple[Any, ...]]
 _MAX_NO_OP_BYTES = 256  #: larger values are not decoded
 _MAX_LOGGED_NAMES = 100
 _LOG_INTERVAL_S = 60.0
-_SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: with brackets: a list in a query
+_SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: `name[]` is a list in a query string
 _WHOLE_FLOAT = re.compile(rb"(-?\d{1,19})\.0+")
 _members = msgspec.json.Decoder(dict[str, Raw])
 _items = msgspec.json.Decoder(list[Raw])
 _NULL = b"null"
 _ARRAYS = (inspect.ListType, inspect.VarTupleType)
-_INNER = (inspect.StructType, inspect.ListType)  #: of items that are cleaned
+_INNER = (inspect.StructType, inspect.ListType)  #: types of array items that are cleaned
 _NULLABLE = (inspect.NoneType, inspect.RawType, inspect.AnyType)
-_MAX_CLEANED = 50_000  #: fields of a body with unknown or null ones, which takes longer to read
+_MAX_CLEANED = 50_000  #: maximum fields of a body that is cleaned, because cleaning is slow
 
 logger = logging.getLogger(__name__)
 
 
 class _Shape:
-    """What `Cleaner` needs to know of a type; computed once, as a body may have many values of it."""
+    """Properties of a type for `Cleaner`. They are computed once, because a body may have many values of the type."""
 
     def __init__(self, type_: inspect.Type) -> None:
         kinds = list(members_of(type_))
@@ -65,7 +65,7 @@ class _Shape:
 
 @dataclass(slots=True)
 class Cleaner:
-    """Removes unknown and null fields from one body. `_shapes`: of the body's types, by id."""
+    """Removes unknown and null fields from one body. `_shapes`: cached shapes by `id` of the type."""
 
     _context: RequestContext
     _unsupported: Unsupported
@@ -74,7 +74,7 @@ class Cleaner:
     _num_members: int = 0
 
     def clean(self, body: bytes, type_: inspect.Type) -> Raw:
-        """The body without unknown fields and needless nulls, and 1.0 as 1 for integers. Raises: InvalidRequest."""
+        """Remove unknown fields and redundant nulls, and replace 1.0 by 1 in integer fields. Raises: InvalidRequest."""
         cleaned = self._clean(Raw(body.strip()), self._shape(type_), "", "")
         if self._context.ignored:
             _log(self._context.ignored)
@@ -86,7 +86,7 @@ class Cleaner:
         return shape
 
     def _clean(self, value: Raw, shape: _Shape, path: str, place: str) -> Raw:
-        """`path` has names only; `place` has indexes, for errors."""
+        """`path`: the names of the fields; `place`: names and indexes, for errors."""
         start = bytes(memoryview(value)[:1])
         if start == b"{" and shape.structs:
             return self._clean_object(value, shape, path, place)
@@ -116,7 +116,7 @@ class Cleaner:
             if field is not None:
                 inner = self._shape(field.type)
                 is_null = bytes(memoryview(member)[:5]) == _NULL
-                if field.required or inner.takes_null or not is_null:  # else it is the default
+                if field.required or inner.takes_null or not is_null:  # null means the default
                     cleaned[name] = _whole(member) if inner.is_int else member
             elif name == struct.tag_field or not struct.forbid_unknown_fields:
                 cleaned[name] = member
@@ -134,7 +134,7 @@ class Cleaner:
         return value if is_same else Raw(msgspec.json.encode(cleaned))
 
     def _drop(self, name: str, value: Raw, owner: type, path: str, place: str) -> None:
-        """Ignore an unknown field. Raises: InvalidRequest."""
+        """Ignore an unknown field, or refuse it. Raises: InvalidRequest if it is refused."""
         known = f"{path}.{name}" if path else name
         if known in self._unsupported:
             if not _is_no_op(value, self._unsupported[known]):
@@ -148,7 +148,7 @@ class Cleaner:
 
 
 def _whole(value: Raw) -> Raw:
-    """1.0 as 1, for an integer field."""
+    """Replace 1.0 by 1, for an integer field."""
     match = _WHOLE_FLOAT.fullmatch(bytes(memoryview(value)[:64]))
     return Raw(match[1]) if match else value
 
@@ -169,7 +169,7 @@ _log_state: dict[str, Any] = {"names": {}, "logged_at": -_LOG_INTERVAL_S}
 
 
 def _log(names: list[str]) -> None:
-    """One line per minute, with the names since the last one."""
+    """Log ignored names, at most one line per minute. A line has all names since the previous line."""
     known: dict[str, None] = _log_state["names"]
     for name in names:
         if len(known) < _MAX_LOGGED_NAMES:
@@ -238,7 +238,7 @@ class Admission:
         return Overloaded(reason, message, code="server_overloaded", retry_after_s=wait_s)
 
     def retry_after_s(self) -> int:
-        """Estimated seconds until the open requests have ended, by the recent rate, with jitter."""
+        """Estimated seconds until the open requests have ended, at the recent rate, with jitter."""
         since = time.monotonic() - _WINDOW_S
         num_ended = sum(ended_at > since for ended_at in self._ended_at)
         wait_s = self.num_open * _WINDOW_S / num_ended if num_ended else 1.0
@@ -247,14 +247,14 @@ class Admission:
 
 
 class HeldBody:
-    """Memory that one request's body uses. `with held:` releases it."""
+    """Memory that one request's body uses. It is released at the end of `with held:`."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count received bytes. A single request is never refused. Raises: Overloaded."""
+        """Count received bytes. The only request with a body is never refused. Raises: Overloaded."""
         admission = self._admission
         self._num_bytes += num_bytes
         admission.num_body_bytes += num_bytes
@@ -283,7 +283,7 @@ _NO_NEWLINE = r"$(?!\\n)"  #: end of a pattern, as msgspec shows it
 _INDEX = re.compile(r"\.\[\d+\]")
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 JSON = b"application/json"
-_FEW_BYTES, _FEW_COMMAS = 4096, 64  #: that are counted at once, or one by one
+_FEW_BYTES, _FEW_COMMAS = 4096, 64  #: shorter data, and data after more commas, uses `count`
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
 _SEARCHED = 1 << 20  #: leading bytes that are searched for the field that nests too deeply
 _TYPED_LEVELS = 8  #: maximum nesting of typed fields around a field with free JSON
@@ -301,7 +301,7 @@ async def read_body(
     max_commas: int,
     media_type: bytes,
 ) -> bytes:
-    """The body; `max_commas`: in JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    """Read the body. `max_commas`: for JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(exchange.context, limits.max_body_bytes, media_type)
     paced = PacedBody(exchange.receive, timeout_s, exchange.has_message)
     most = max_commas if media_type == JSON else limits.max_body_bytes
@@ -319,7 +319,7 @@ async def read_body(
 
 
 def _count_commas(data: bytes) -> int:
-    """In long base64, which has no comma, a search is 20 times as fast as a count."""
+    """Count the commas. In long base64, which has none, `find` is 20 times as fast as `count`."""
     number, at = 0, -1
     while len(data) - at > _FEW_BYTES and number < _FEW_COMMAS:
         if (at := data.find(b",", at + 1)) < 0:
@@ -336,7 +336,7 @@ async def read_pieces(
     timeout_s: float,
     media_type: bytes,
 ) -> AsyncIterator[bytes]:
-    """The request's body in pieces. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    """Read the body in pieces. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(context, max_bytes, media_type)
     paced = PacedBody(receive, timeout_s)
     has_more = True
@@ -346,15 +346,15 @@ async def read_pieces(
 
 
 class BodyTooSlow(InvalidRequest):
-    """No bytes for `timeout_s`, or less than the minimum rate within it."""
+    """No bytes arrived for `timeout_s`, or fewer than the minimum rate requires."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB a second arrived for {timeout_s:g} s"
+        self.problem = f"less than {LimitSettings.min_body_rate >> 10} KiB per second arrived for {timeout_s:g} s"
         super().__init__(f"The body was sent too slowly: {self.problem}.", code="timeout")
 
 
 class PacedBody:
-    """Receives a body at a minimum rate. The clock runs only while it waits for the client."""
+    """Receives a body and enforces a minimum rate. Only time spent waiting for the client counts."""
 
     def __init__(
         self, receive: Receive, timeout_s: float, has_message: Callable[[], bool] | None = None
@@ -423,7 +423,7 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
     if length is None:
         return
     if b"transfer-encoding" in headers or not length.isdigit():
-        message = "The body has no clear length: send one Content-Length, or chunks."
+        message = "The length of the body is ambiguous: send one Content-Length, or chunks."
         raise InvalidRequest(message, code="invalid_http")
     if int(length[:20]) > max_bytes:
         raise _too_large(f"{max_bytes} bytes")
@@ -444,7 +444,7 @@ def _too_large(limit: str) -> InvalidRequest:
 
 
 class JsonBody(Generic[T]):
-    """Decodes bodies of one type. `hints`: errors for values outside a closed set, by the field's path without indexes, or its name."""
+    """Decodes bodies of one type. `hints`: what to send instead, by the field's path without indexes, or its name."""
 
     def __init__(
         self,
@@ -460,7 +460,7 @@ class JsonBody(Generic[T]):
         self._shapes: dict[int, _Shape] = {}
 
     def decode(self, body: bytes, context: RequestContext | None = None) -> T:
-        """Decode a body. Without a `context`, unknown fields are refused. Raises: InvalidRequest that names one."""
+        """Decode a body. Without `context`, unknown fields are refused. Raises: InvalidRequest, which names a field."""
         try:
             if not body.isascii():
                 body.decode()  # the decoder does not validate fields that it skips
@@ -481,7 +481,7 @@ class JsonBody(Generic[T]):
         most = LimitSettings.max_json_depth
         if is_deeper(body, most):
             error = self._too_deep(body)
-            # Beyond the searched bytes, levels of typed fields are counted like free JSON.
+            # Beyond the searched bytes, the levels of typed fields are unknown: allow _TYPED_LEVELS more.
             if error.param or (len(body) > _SEARCHED and is_deeper(body, most + _TYPED_LEVELS)):
                 raise error
         return decoded
@@ -577,7 +577,7 @@ def _values_at(info: inspect.Type, path: str) -> list[str]:
 
 
 def _inside(types: Iterable[inspect.Type], name: str) -> Iterator[inspect.Type]:
-    """The types of a field, or of the items of a list. The type of a tag is its value."""
+    """The types of a field, or of the items of a list. The type of a tag is a literal of its value."""
     for type_ in types:
         if isinstance(type_, inspect.StructType):
             if name == type_.tag_field:

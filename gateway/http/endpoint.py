@@ -1,7 +1,7 @@
-"""Endpoints: a method of a path, and its entry in the OpenAPI document.
+"""Endpoints: each is a method of a path, with its entry in the OpenAPI document.
 
-A `Surface` (`gateway.calls.surface`) calls workers. An `Operation` is a method of a `Resource`, which the gateway
-answers itself: JSON in, JSON out.
+A `Surface` (`gateway.calls.surface`) calls workers. An `Operation` is a method of a `Resource`, and the gateway
+answers it without a worker: JSON in, JSON out.
 """
 
 import asyncio
@@ -51,14 +51,14 @@ class Endpoint:
     access: Access = "use"
     #: Whether the endpoint is for orchestrators and Prometheus: any host name may be used, and calls are not logged.
     is_probe: bool = False
-    #: Whether it records its requests itself.
+    #: Whether the endpoint logs and counts its requests itself.
     is_recorded: bool = False
     #: Whether the error for an unknown path may suggest this one.
     is_suggested: bool = False
     is_documented: bool = True
     request_type: type[Struct] | None = None
     answer_type: type[Struct] | None = None
-    status: int = 200  #: of the answer
+    status: int = 200  #: status of a successful answer
     #: Type of a stream's events.
     chunk_type: type[Struct] | None = None
     error_type: type[Struct] = ErrorBody
@@ -66,12 +66,12 @@ class Endpoint:
     #: Media type of an answer that is not JSON.
     answers_text: str = ""
     media_type: str = JSON.decode()
-    #: Media type of a form that may hold the same fields.
+    #: Media type of a form with the same fields, which is also accepted.
     form_type: str = ""
     #: Error statuses that differ in this API, by OpenAI's status.
     statuses: ClassVar[Mapping[str, str]] = {}
     headers: ClassVar[Mapping[str, str]] = {}
-    #: What to send instead, by the field's path or last name, where its type does not tell.
+    #: What to send instead of an invalid value, by the field's path or last name. Default: the values of its type.
     hints: ClassVar[Mapping[str, str]] = {}
     #: Unknown fields that are refused, with their no-op values.
     unsupported: ClassVar[Unsupported] = {}
@@ -134,7 +134,7 @@ class Resource:
         return [Operation(self, getattr(self, name), services, **m) for m, name in marked]
 
     def to_error(self, error: Exception) -> Exception:
-        """An ApiError for an exception of this resource's store."""
+        """Convert an exception of this resource's store to an ApiError."""
         return error
 
 

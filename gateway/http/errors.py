@@ -24,7 +24,7 @@ from shared.queue.api import QueueUnavailable
 from shared.records.store import RecordsUnavailable
 
 Headers = list[tuple[bytes, bytes]]
-_MAX_COMPARED_CHARS = 100  #: of an unknown path
+_MAX_COMPARED_CHARS = 100  #: leading characters of an unknown path that are compared
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class ClientGone(Exception):
 
 
 class ErrorFields(msgspec.Struct):
-    """Fields of an error. Streams report errors in their last event, which also has the headers' fields."""
+    """Fields of an error. Streams report errors in their last event, which also has the fields of the retry headers."""
 
     message: str
     type: str
@@ -52,7 +52,7 @@ class ApiError(Exception):
     """An error. Its code determines its status by default. `retry_after_s` tells clients when to retry."""
 
     status = 500
-    type = ""  #: empty: by the status
+    type = ""  #: empty: derived from the status
     model: str | None = None  #: model that a refused body names, as a metrics label
     request_id: str | None = None  #: id of the request in the answer's headers
     allow = ""  #: methods of the path, for a 405
@@ -85,7 +85,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(fields))
 
     def event(self) -> bytes:
-        """The error as the last event of a stream, with the fields of the headers."""
+        """The error as the last event of a stream, with the fields of the retry headers."""
         fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
         if self.retry_after_s is not None:
             fields.retry_after = self.retry_after_s
@@ -188,7 +188,7 @@ def unknown_path(path: str, known: Collection[str]) -> ApiError:
 
 
 def invalid(param: str, problem: str, code: str = "invalid_value") -> InvalidRequest:
-    """The error for a field. `problem` says what to send instead."""
+    """The error for a field. `problem` must name what to send instead."""
     message = f"Invalid value for {param}: {problem}."
     return InvalidRequest(message, param=param, code=code, status=400)
 
@@ -222,7 +222,7 @@ def record_unreadable() -> ApiError:
 
 
 def store_unavailable() -> ApiError:
-    message = "The store of packages does not answer; the gateway's log says why."
+    message = "The package store does not answer; the gateway's log has the reason. Retry later."
     return ServerError(message, code="store_unavailable", retry_after_s=5)
 
 

@@ -1,6 +1,6 @@
 """One HTTP exchange: the request's context, the answer, and server-sent events.
 
-JSON has no raw line breaks, so that no text can break an event.
+JSON contains no raw line breaks, so that no text can break an event.
 Source: WHATWG HTML, "Server-sent events".
 """
 
@@ -50,18 +50,18 @@ class RequestContext(Struct):
     received_at: float
     client_id: str | None = None  #: the client's `x-request-id`, if it is well formed
     tenant: str = ""
-    address: str = ""  #: of the client; empty on a unix socket
+    address: str = ""  #: address of the client; empty on a unix socket
     method: str = "POST"
     route: str = ""  #: template of the path; empty for a line of a batch
     path: dict[str, str] = field(default_factory=dict)  #: parameters of the path
     query: bytes = b""
-    trace_parent: str | None = None  #: W3C trace context: the caller's span, later our own
+    trace_parent: str | None = None  #: W3C trace context of the caller, later of the gateway's span
     #: Whether an unknown field of the body is an error (`VLM_GATEWAY__UNKNOWN_FIELDS`).
     refuses_unknown_fields: bool = False
     fallback_from: str = ""  #: the requested model, if its fallback answers
     rates: list[Rate] = []
-    max_output_tokens: int = 0  #: of the key, for each answer; 0: no limit
-    max_priority: Priority = Priority.INTERACTIVE  #: of the key
+    max_output_tokens: int = 0  #: limit of the key for each answer; 0: no limit
+    max_priority: Priority = Priority.INTERACTIVE  #: highest priority that the key may use
     #: Ignored fields of the request, for `x-vlm-ignored`.
     ignored: list[str] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class RequestContext(Struct):
 
 
 class Exchange:
-    """The client's side of one request. Writes to a disconnected client are discarded."""
+    """One request and its response. Writes to a disconnected client are discarded."""
 
     #: Whether `receive` returns without waiting; None: unknown.
     has_message: Callable[[], bool] | None = None
@@ -87,7 +87,7 @@ class Exchange:
     def __init__(self, context: RequestContext, receive: Receive, send: Send) -> None:
         self.context = context
         self.receive = receive
-        self.status: int | None = None  #: as sent
+        self.status: int | None = None  #: the status that was sent, if any
         self._send = send
 
     async def answer(self, status: int, headers: Headers, body: bytes) -> None:
@@ -106,7 +106,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """Send a part of the body, after the client has read the previous parts."""
+        """Send a part of the body. Waits if the client is slow to read the previous parts."""
         await self._send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     async def send(self, message: Message) -> None:
@@ -155,7 +155,7 @@ def clean_name(name: str) -> str:
 
 
 def short_hash(name: str) -> str:
-    """A pseudonym of a user or a tenant, or an empty string."""
+    """A pseudonym of a user or tenant; empty for an empty name."""
     return name and hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
 

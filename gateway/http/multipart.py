@@ -47,12 +47,12 @@ class FormReader:
         try:
             self._delimiter = b"\r\n--" + _boundary(content_type)
         except (TypeError, ValueError, LookupError, AttributeError):
-            # An error of the email package for a parameter that exists both plain and split (RFC 2231).
+            # The email package fails on a parameter that is present both plain and split (RFC 2231).
             raise _invalid() from None
         self._open_file = open_file
         self._parts: list[FormPart] = []
         self._unread = bytearray(b"\r\n")
-        # of the part that begins; None before the first delimiter
+        # headers of the current part; None before the first delimiter
         self._head: bytearray | None = None
         self._part: FormPart | None = None  # the part whose content arrives
 

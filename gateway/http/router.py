@@ -27,7 +27,7 @@ from shared.telemetry.tracing import parse_trace_parent
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 _ADDRESS = "an IP address"  #: stands for all IP addresses
 _SANE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-#: Content types that a page may post without a preflight; all others need one, which `cors_origins` answers.
+#: Content types that a web page can post without a preflight. Preflights are checked against `cors_origins`.
 #: Source: Fetch, "CORS-safelisted request-header".
 _SIMPLE_TYPES = (
     b"", b"application/x-www-form-urlencoded", b"multipart/form-data", b"text/plain",
@@ -61,7 +61,7 @@ class Router:
     keys: KeyRing
     wrong_keys: WrongKeys
     metrics: InitVar[GatewayMetrics]
-    origins: Collection[str]  #: of pages that may send POST requests
+    origins: Collection[str]  #: origins of web pages that may send POST requests
     hosts: Collection[str]  #: names of this gateway besides localhost, for clients without keys
     #: Error format by path and headers, for paths without a surface.
     find_render: Callable[[str, Mapping[bytes, bytes]], Render | None]
@@ -145,7 +145,7 @@ class Router:
             raise
 
     def _check_host(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Refuse unknown names: a page may resolve its own name to this address (DNS rebinding). Raises: Forbidden."""
+        """Refuse unknown host names, because DNS rebinding resolves a page's name to this address. Raises: Forbidden."""
         for name, value in headers:
             if name == b"host" and _host_name(value) not in self._hosts:
                 raise Forbidden(
@@ -225,7 +225,7 @@ class AccessLog:
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
-        self._second = 0  # of the last refusal
+        self._second = 0  # second of the last refusal
         self._num_refused = 0  # refusals within this second
         self._num_unlogged = 0
 

@@ -1,8 +1,8 @@
 """The HTTP server: uvicorn with limits on the memory and time that clients can use, and graceful shutdown.
 
 uvicorn's parser accepts headers and trailers of any size, and waits without limit for requests and for clients to
-read; this server limits all of them. On SIGTERM it refuses new requests while it still answers, so that `/readyz`
-returns 503 and open requests finish.
+read; this server limits all of them. On SIGTERM it refuses new requests but still accepts connections, so that
+`/readyz` returns 503 and open requests finish.
 
 A client that closes its sending half is treated as disconnected, as in most servers, and its request is cancelled.
 """
@@ -30,7 +30,7 @@ from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
 _STATUS_LINE = b"HTTP/1.1 "
-_BODY_GRACE_S = 1.0  #: for the application to report a slow body first
+_BODY_GRACE_S = 1.0  #: extra time, within which the application reports a slow body
 _LAST_WORDS_S = 2.0  #: time to send the error events of requests that outlast the drain
 
 RESERVED_FILES = 64  #: file descriptors that are not for client connections
@@ -60,13 +60,13 @@ class FileReserve:
 
 
 class NotServed(Exception):
-    """Raised inside the parser, which then answers 400."""
+    """Raised in a callback of the parser, to answer 400."""
 
 
 class BoundedTransport:
-    """A transport that writes at once, joins the status line with the body, and drops clients that do not read.
+    """A transport that writes immediately, joins the status line with the body, and drops clients that do not read.
 
-    After `close`, it waits `send_timeout_s` for the client.
+    After `close`, the client has `send_timeout_s` to read the remaining data.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BoundedTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Write; a status line waits for its body, because two writes would wake the client twice."""
+        """Write data. A status line waits for its body, because two writes would wake the client twice."""
         if self._head:
             data, self._head = self._head + data, b""
         elif data.startswith(_STATUS_LINE):
@@ -188,7 +188,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_trailers = self._num_trailer_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header or a trailer. Raises: NotServed."""
+        """Store a header, or count and discard a trailer. Raises: NotServed."""
         if self._in_headers:
             super().on_header(name, value)
             return
@@ -202,13 +202,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             raise self._not_served(self._too_large("trailers"))
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body; the bytes between two pieces are limited."""
+        """Pass on a piece of the body. The number of bytes between two pieces is limited."""
         self._num_received = 0
         self._is_body_silent = False
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete; the next one may begin in the same read."""
+        """End the request. The next one may begin in the same read."""
         if self._without_upgrade:
             return
         self._has_ended, self._in_body = True, False
@@ -219,11 +219,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         is_split = self._num_received > 0  # the headers came in several reads
         self._in_headers, self._in_body, self._num_received = False, True, 0
         limits, size = self._limits, 0
-        if is_split or len(self._read) > limits.max_header_bytes:  # otherwise they are shorter
+        if is_split or len(self._read) > limits.max_header_bytes:  # otherwise below the limit
             size = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
         if size > limits.max_header_bytes or len(self.headers) > limits.max_headers:
             raise self._not_served(self._too_large("headers"))
-        assert self.parser is not None  # it is the caller
+        assert self.parser is not None  # the parser calls this method
         if self._ignore_upgrade():
             return
         version = self.parser.get_http_version()
@@ -240,9 +240,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.send = without_chunks(self.cycle)  # type: ignore[method-assign]
 
     def _ignore_upgrade(self) -> bool:
-        """Store the request's head without `Upgrade`. Returns whether it has this header.
+        """Store the request's head without `Upgrade`. Returns whether it had this header.
 
-        The parser reads no body after an upgrade, but HTTP/1.1 continues as if it were not there (RFC 9110, 7.8).
+        The parser stops at an upgrade, but a server that ignores it must read on (RFC 9110, section 7.8).
         """
         assert self.parser is not None
         if not self.parser.should_upgrade():
@@ -276,7 +276,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _too_large(self, part: str) -> str:
         limits = self._limits
         count, size = limits.max_headers, limits.max_header_bytes
-        return f"Too many {part}: send at most {count}, {size} bytes together."
+        return f"Too many {part}: send at most {count}, with at most {size} bytes in total."
 
     def send_400_response(self, msg: str) -> None:
         """Answer invalid HTTP in the format of other errors. Closes the connection if an answer has begun."""
@@ -339,7 +339,7 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which finishes open requests before it stops. `fail_open` ends those that take too long."""
+    """uvicorn's server, which finishes open requests before it stops. `fail_open` fails requests that take too long."""
 
     def __init__(
         self,
