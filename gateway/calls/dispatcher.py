@@ -38,9 +38,9 @@ _LOOK_PAUSE_S = 0.25
 _RESTART_PAUSE_S = 0.5
 _DEADLINE_GRACE_S = 0.5  #: delay before the gateway enforces a deadline that the worker missed
 _STOP_WITHIN_S = 2.0
-MAX_LOOKS = 128  #: requests per lookup
+MAX_LOOKS = 128  #: maximum requests per lookup
 NO_LIMIT = 2**53
-MAX_CANCELS = 256  #: choices per cancellation
+MAX_CANCELS = 256  #: maximum choices per cancellation
 _LATE_MESSAGE = "The request exceeded its deadline: ask for fewer tokens, or retry later."
 _LOST_MESSAGE = "The workers that ran the request were lost; retry."
 
@@ -151,7 +151,7 @@ class Dispatcher:
     async def _share(self, model: str, request_ids: Sequence[str]) -> None:
         try:
             num_shared = await self.queue.share(model, request_ids)
-        except QueueUnavailable as error:  # a worker claims it when the lease expires
+        except QueueUnavailable as error:  # other workers can claim them after the lease expires
             logger.warning("cannot return reserved requests to the queue: %s", error)
         else:
             for _ in range(num_shared):
@@ -274,7 +274,7 @@ class Dispatcher:
     # Events
 
     async def _supervise(self, run: Callable[[], Awaitable[None]]) -> None:
-        """Restart one of the loops whenever it fails: without it, requests hang or miss deadlines."""
+        """Run a background loop, and restart it if it fails. Without it, requests would hang or miss deadlines."""
         while True:
             try:
                 await run()

@@ -1,6 +1,6 @@
 """Hooks: custom code that reads or changes prompts before they are queued, and answers before they are sent.
 
-A hook has an async method `before`, `after`, or both; each gets a `HookCall`.
+A hook has an async method `before`, `after`, or both. Each receives a `HookCall`.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class Hooks:
         self, plan: Plan, surface: Surface, model: str, context: RequestContext
     ) -> Plan:
         """The plan with the texts that the hooks changed. Raises: ApiError."""
-        prompts: dict[int, list[HookMessage]] = {}  # choices share their prompt
+        prompts: dict[int, list[HookMessage]] = {}  # by id of the prompt, which choices share
         for task in plan.tasks:
             if (name := id(_prompt_of(task))) not in prompts:
                 texts = prompts[name] = []

@@ -56,7 +56,7 @@ TOKENS_PER_PROMPT = 256
 LOGPROBS_PER_TOKEN = 5
 #: Output tokens that take as much memory in Redis as one vector.
 TOKENS_PER_VECTOR = 16
-MAX_REFUSED = 10_000  #: cached refusals
+MAX_REFUSED = 10_000  #: maximum number of cached refusals
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
 #: Redis keeps a budget for this long after its month or day.
@@ -322,7 +322,7 @@ class Refunds:
 
     def __init__(self, queue: GatewayQueue) -> None:
         self._queue = queue
-        self.open: set[Reservation] = set()  #: of closed requests, until their answers have ended
+        self.open: set[Reservation] = set()  #: requests that are closed, but not refunded yet
 
     def add(self, reservation: Reservation, call: OpenCall) -> None:
         """Refund a closed request once its answer has ended. A resubmitted call is charged only its new tokens."""

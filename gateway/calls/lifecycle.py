@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from shared.telemetry.spans import Tracer
 
 _PACKAGE = b"x-vlm-package"
-_WATCH_AFTER_S = 0.1  #: before checking whether the client has disconnected
+_WATCH_AFTER_S = 0.1  #: delay before checking whether the client has disconnected
 _OTHER_PROMPTS_S = 0.5  #: maximum wait for events of the other prompts, after the first token
 _LEAST_TIMEOUT_S = 0.1  #: minimum timeout of a request after its media are loaded
 #: Images that are not released expire this long after the request's deadline.
@@ -108,9 +108,9 @@ class Lifecycle:
         if error is not None:
             await _fail(exchange, surface, error, reply)
         recorder.stop(exchange.status)
-        if context.route:  # not for a line of a batch
+        if context.route:  # a line of a batch has no route
             self.metrics.record_http("POST", context.route, exchange.status)
-        # Logged in the next iteration of the event loop, as this iteration sends the answer.
+        # Log in the next iteration of the event loop, because this iteration still sends the answer.
         asyncio.get_running_loop().call_soon(recorder.account, exchange.status)
 
     def _record(self, surface: Surface, context: RequestContext) -> Recorder:

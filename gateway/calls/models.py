@@ -44,7 +44,7 @@ from shared.queue.registry import Registry, WorkerRecord
 from shared.redis.client import OutageLog
 from shared.settings.tree import ModelDefaults
 
-READ_PAUSE_S = 5.0  #: between two reads of the routes
+READ_PAUSE_S = 5.0  #: minimum interval between two reads of the routes
 _FIRST_READ_S = 2.0
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ _STALE_AFTER_S = 5.0
 _MISS_PAUSE_S = 0.1  #: minimum interval of early refreshes for unknown names
 _ROUTES_KEPT_S = 60.0  #: how long deployments that Redis has lost are kept
 _GONE_AFTER_S = 120.0  #: time after which a model without worker or deployment is not listed
-_MAX_NAMES = 8  # in error messages
+_MAX_NAMES = 8  # maximum names of models in an error message
 #: Metrics count further adapters under the name of their model, because the number of names is unbounded.
 MAX_ADAPTER_LABELS = 200
 OTHER = "other"  #: label of unknown models
@@ -164,7 +164,7 @@ class ModelDirectory:
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
         self._adapter_labels: set[str] = set()
         self._gone: frozenset[str] = frozenset()  # models without a worker for _GONE_AFTER_S
-        self._other_versions: dict[str, ModelCard] = {}  # with another protocol version
+        self._other_versions: dict[str, ModelCard] = {}  # of workers with another protocol
         self.num_workers: Counter[str] = Counter()  #: by model
         #: By model: the capacity of its smallest worker, in concurrent requests.
         self.num_seats: dict[str, int] = {}
@@ -216,7 +216,7 @@ class ModelDirectory:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # read second: workers register before models
+            workers = await self.registry.workers()  # after models: workers register first
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             deployed, versions = await self._read_routes({card.name for card in known})
             await self.table.refresh()
@@ -453,7 +453,7 @@ def _renamed(name: str, card: ModelCard) -> ModelCard:
 
 
 def _common_card(card: ModelCard, other: ModelCard) -> ModelCard:
-    """The card for both workers: the smaller pixel limit, which all workers apply, and the media that both accept."""
+    """A card for the workers of both cards: with the smaller pixel limit, and only media that both accept."""
     for name in ("supports_video", "supports_audio"):
         if getattr(card, name) and not getattr(other, name):
             card = replace(card, **{name: False})

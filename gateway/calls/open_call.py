@@ -56,7 +56,7 @@ class ChoiceProgress:
 
     def __init__(self, request_id: str, index: int = 0) -> None:
         self.request_id = request_id
-        self.index = index  #: of the choice in its request
+        self.index = index  #: index of the choice in its request
         self.token_ids: list[int] = []
         self.heard_at = time.monotonic()
 
@@ -142,11 +142,11 @@ class OpenCall:
     tenant = ""
     is_resumable = False  #: continues after `close`
     listen: LookUp | None = None  #: set if another call submitted the request
-    images: tuple[ImageRef, ...] = ()  #: of the submitted request
+    images: tuple[ImageRef, ...] = ()  #: images of the submitted request
     submitted: Sequence[Call] = ()  #: one for each choice
     charge: Charge | None = None
     full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
-    begins_by = 0.0  #: until this `time.monotonic`, Redis may not know the request
+    begins_by = 0.0  #: Redis may not know the request until this reading of `time.monotonic`
     _waiter: asyncio.Future[None] | None = None
 
     def __init__(
@@ -157,7 +157,7 @@ class OpenCall:
         on_close: Callable[["OpenCall"], None],
     ) -> None:
         self.model = model
-        self.deadline_at = deadline_at  #: by `time.monotonic`
+        self.deadline_at = deadline_at  #: reading of `time.monotonic`
         self.choices = [ChoiceProgress(each, index) for index, each in enumerate(request_ids)]
         #: Resubmitted calls: the id of each, and the number of earlier tokens that it continues.
         self.resubmitted: list[tuple[str, int]] = []

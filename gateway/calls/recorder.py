@@ -46,7 +46,7 @@ class Recorder:
     _ended_at: float | None = None
     _is_streamed = False
     _num_choices = 0
-    _stages: Mapping[str, float] = {}  #: of a complete answer, without `relay`
+    _stages: Mapping[str, float] = {}  #: stages of a complete answer, without `relay`
     _span: "RequestSpan | None" = None
     _tracer: "Tracer | None" = None
 

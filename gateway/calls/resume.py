@@ -37,7 +37,7 @@ STREAM_PATH = "/v1/streams/"
 BEGINS_WITHIN_S = 10.0
 #: Maximum time to load the images of a request and to queue it. Afterwards, another gateway may try.
 _ATTEMPT_S = 60.0
-#: Records outlive their requests' deadlines.
+#: How long a record outlives the deadline of its request.
 RECORD_GRACE_S = 60.0
 #: How often a record may disappear between two accesses before the client gets an error.
 _MAX_REMEMBERS = 5
@@ -64,7 +64,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
     options: msgspec.Raw
     queue: str  #: model whose queue has the calls
     package: str = ""  #: package of a deployed model
-    images: tuple[ImageRef, ...] = ()  #: of a request whose answer may be stored
+    images: tuple[ImageRef, ...] = ()  #: images of the request, if its answer may be stored
     shard: str = ""  #: suffix of the call's id
     is_deleted: bool = False  #: the stored answer was deleted, and readers must not store it again
 

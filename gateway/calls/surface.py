@@ -25,7 +25,7 @@ from shared.settings.limits import LimitSettings
 Frame = tuple[int, bytes]
 
 _NO_USAGE = Usage(0)
-#: OpenTelemetry's names of request fields.
+#: Request fields that have another name in OpenTelemetry.
 _TRACE_NAMES = {"n": "choice.count"}
 
 
