@@ -13,8 +13,8 @@ from gateway.http.exchange import RequestContext
 from shared.packages.store import PackageStore, StoreError
 from shared.queue.keys import RedisStore, to_ms
 
-_MAX_ENTRIES = 100_000  #: in Redis
-_TTL_S = 366 * 86400.0  #: in Redis, after the last entry
+_MAX_ENTRIES = 100_000  #: approximate maximum number of entries in Redis
+_TTL_S = 366 * 86400.0  #: time to live in Redis after the last entry
 
 
 class AuditEntry(msgspec.Struct, frozen=True):
@@ -23,7 +23,7 @@ class AuditEntry(msgspec.Struct, frozen=True):
     address: str
     action: str  #: name of the operation
     name: str  #: name of the changed object
-    id: str  #: of the request, as in the log
+    id: str  #: id of the request, as in the log
     object: str = "audit.entry"
 
 

@@ -33,7 +33,7 @@ from shared.redis.client import OutageLog, load_script
 Role = Literal["use", "adapters", "deploy", "admin"]
 Period = Literal["day", "month"]
 MAX_GUESTS = 100_000
-_TTL_S = 366 * 86400.0  #: in Redis, after the last change
+_TTL_S = 366 * 86400.0  #: time to live in Redis after the last change
 _FILE = re.compile(r"keys/([^/]+)/(\d{8})\.json")
 _PUT_KEY = load_script(Path(__file__).parent / "scripts" / "put_key.lua")
 MAX_KEYS = 10_000  #: revoked keys included
@@ -63,10 +63,10 @@ class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     changed_at: float = 0.0
     expires_at: float = 0.0
     is_revoked: bool = False
-    max_output_tokens: int = 0  #: of each answer
+    max_output_tokens: int = 0  #: limit of each answer
     max_priority: Priority = Priority.INTERACTIVE
     budget: float = 0.0  #: dollars
-    period: Period = "month"  #: of the budget
+    period: Period = "month"  #: period of the budget
     tag: str = ""  #: label in usage reports, such as a team
 
     def is_active(self, now: float) -> bool:
@@ -171,8 +171,8 @@ class KeyDirectory:
         self._by_digest: dict[str, KeyRecord] = {}
         self._by_tenant: dict[str, KeyRecord] = {}
         self._guests: dict[str, str] = {}  # `KEY:NAME` by tenant
-        self._new_guests: dict[str, str] = {}  # not in Redis yet
-        self._active: set[str] = set()  # tenants
+        self._new_guests: dict[str, str] = {}  # guests that are not in Redis yet
+        self._active: set[str] = set()  # tenants whose keys are active
         self._state: bytes | None = None
         self._read_at = float("-inf")
         self._lock = asyncio.Lock()

@@ -1,4 +1,4 @@
-"""Callers with a token (JWT) of an OpenID Connect issuer instead of a key.
+"""Authenticates callers by a token (JWT) of an OpenID Connect issuer instead of a key.
 
 The token names a stored key, whose roles, models and limits apply to the caller. The tenant is a hash of issuer
 and subject. Sources: RFC 7519 (JWT), RFC 7517 (JWK), RFC 8725 (best practices), OpenID Connect Discovery 1.0.
@@ -93,7 +93,7 @@ class TokenKeys:
         if time.time() >= ends_at:  # noqa: TID251 (expiry is a date)
             raise _wrong(_FAULTS[jwt.ExpiredSignatureError])
         if (record := await self._stored.admit(*caller)) is None:
-            raise _wrong("the stored key in the token is unknown, revoked or expired")
+            raise _wrong("the stored key that the token names is unknown, revoked or expired")
         return record
 
     async def _verify(self, token: bytes) -> tuple[tuple[str, str, str], float]:

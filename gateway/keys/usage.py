@@ -67,7 +67,7 @@ class UsageLog:
         return sums
 
     async def _of_day(self, day: date) -> list[dict[str, int]]:
-        """The sums in Redis. With a package store, servers that are down are skipped: it has their saved sums."""
+        """The sums in Redis. With a package store, servers that are down are skipped: the store has their sums."""
         number = (day - _EPOCH).days
         return await self._queue.usage(number, skips_down=self._durable is not None)
 

@@ -143,7 +143,7 @@ def _read_png(data: bytes) -> ImageHeader:
         if name in (b"IEND", b""):
             width, height = unpack_from(">II", data, 16)
             return ImageHeader("image/png", width, height)
-        if name == b"IHDR":  # decoders use the last header, but this code reads the first one
+        if name == b"IHDR":  # decoders would use the last header, but the size is of the first one
             raise ImageRefused("The image has two headers: save it again.")
         position += 12 + int.from_bytes(data[position : position + 4], "big")
     raise ImageRefused(f"The PNG has more than {_MAX_PNG_CHUNKS} chunks; save it with fewer.")
@@ -280,8 +280,8 @@ class ImageSource(Struct, frozen=True):
     param: str
     #: A stored image of the same tenant, instead of a URL.
     ref: ImageRef | None = None
-    min_pixels: int = 0  #: after scaling; 0: the model's default; also for `max_pixels`
-    max_pixels: int = 0
+    min_pixels: int = 0  #: minimum pixels after scaling; 0: the model's default
+    max_pixels: int = 0  #: maximum pixels after scaling; 0: the model's default
     video: VideoOptions | None = None  #: options of a video; None: not a video
     if_video: VideoOptions | None = None  #: options if a stored file is a video
     is_audio: bool = False
