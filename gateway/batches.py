@@ -7,7 +7,7 @@ The state of a batch is a folder of records, in a directory or a bucket:
     cancel       the client cancelled the batch
     parts/       results, several in each part
     finalizing   the final status, and the parts that the output contains; no more requests are run
-    ending       the output files
+    ending       the ids of the output files, and the final counts
 
 The first writer of a record wins, and a record depends only on earlier records. So any gateway can write a record, and
 concurrent writes are harmless. All methods of `Batches` and `BatchFiles` block and raise StoreError.
@@ -173,7 +173,7 @@ def _check_line(line: memoryview, number: int, endpoint: str, seen: set[str]) ->
 def _check_body(body: Raw, number: int) -> LineError | None:
     try:
         if _streams_decoder.decode(body).stream:
-            message = "A batch does not stream: leave out stream."
+            message = "Batches do not support streaming: omit stream."
             return LineError("invalid_request", message, "body.stream", number)
     except msgspec.ValidationError:  # the endpoint reports a wrong type of `stream`
         if not bytes(body).lstrip().startswith(b"{"):
@@ -289,7 +289,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
-    guest: str = ""  #: see `KeyDirectory`
+    guest: str = ""  #: see `KeyDirectory.guest`
 
 
 class Beginning(msgspec.Struct, frozen=True):
@@ -354,7 +354,7 @@ class Batches:
         self.files = files
 
     def create(self, owner: str, max_open: int, **fields: Any) -> BatchRecord | None:
-        """Create a batch. `fields`: other fields of its record. None: its owner has `max_open` open batches.
+        """Create a batch with `fields` of its record. Returns None if its owner has `max_open` open batches.
 
         The marker of the batch is written before open batches are counted. So concurrent calls never exceed the limit,
         but may be refused just below it.
@@ -448,7 +448,7 @@ class Batches:
         self._write(record, "finalizing", Finalizing(_now(), status, parts, list(errors)))
 
     def end(self, record: BatchRecord) -> None:
-        """Write the output files of a batch that is finalizing, and clean up. Idempotent."""
+        """Write the output files of a batch that is finalizing, and delete its parts and markers. Idempotent."""
         view = self.get(record.owner, record.id)
         if view is not None and view.finalizing is not None and view.ending is None:
             self._write(record, "ending", self._collect(view, view.finalizing))
@@ -778,7 +778,7 @@ class _Computing:
             line = read_line(self._lines[number], number)
             result = await self._runner.answer(self._record, line)
             if not result.is_completed and not self._runner.may_ask(self._record):
-                return  # the key was revoked or expired: this failure is no result of the line
+                return  # the key has ended: the failure must not be stored as the line's result
             self._results.append(result)
             if len(self._results) >= _PART_RESULTS:
                 self._has_room.clear()
