@@ -60,7 +60,7 @@ __all__ = [
 
 
 class TaskError(Exception):
-    """Raised in `run` to fail the task. The client receives the message."""
+    """Raise it in `run` to fail the task. The client receives the message."""
 
 
 class TaskCancelled(BaseException):
