@@ -17,7 +17,7 @@ from loadtest.client import Answer, AnswerError, ChatClient
 from loadtest.record import Order, Record
 from loadtest.scenarios import PROFILES, SCENARIOS, Message, Question, to_chat_body
 
-SLOT_ID = 257  # after the 256 bytes and the end token
+SLOT_ID = 257  # id of image tokens, after the ids of the 256 bytes and the end token
 SYLLABLES = tuple(a + b for a, b in zip("bdfghjklmnprstvz", "aeiouaeiouaeioua", strict=True))
 #: The error of a request whose user was stopped before the answer.
 CUT = "no answer before the end of the run"
@@ -74,7 +74,7 @@ def fault_of(
         return "the answer has finish_reason length but fewer tokens than max_tokens"
     parts = (part for message in question.messages for part in message["content"])
     if model == MOCK and not (is_salted and any("image_url" in part for part in parts)):
-        num_words = answer.num_tokens - (answer.finish_reason == "stop")  # it has no word
+        num_words = answer.num_tokens - (answer.finish_reason == "stop")  # without the end token
         is_right = answer.text == mock_answer(question.messages, answer.usage, num_words)
     else:
         is_right = question.expected in (None, answer.text.strip())

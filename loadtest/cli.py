@@ -68,7 +68,7 @@ def loadtest(
     stream_ratio: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Fraction of streamed answers.")
     ] = 0.5,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens of an answer.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 16,
     image_bytes: Annotated[
         int, typer.Option(min=1000, max=16_000_000, help="Bytes of a noise image.")
     ] = 60_000,

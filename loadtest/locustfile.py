@@ -31,7 +31,7 @@ class ChatUser(User):
     is_leaving = False
 
     def on_start(self) -> None:
-        """Each user has its own random generator. Raises: StopUser if there is no server."""
+        """Create the user's random generator. Raises: StopUser if the server cannot be reached."""
         if ChatUser.asker is None:
             raise StopUser
         self.draw = random.Random(f"{ChatUser.asker.order.workload.seed} {next(self.numbers)}")
@@ -63,8 +63,8 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--mix", choices=list(PROFILES), default=usual.profile, help="Questions.")
     for name, default, text in (
         ("--seed", usual.seed, "Seed of all questions."),
-        ("--max-tokens", usual.max_tokens, "Output tokens of an answer."),
-        ("--image-bytes", usual.image_bytes, "Size of an image."),
+        ("--max-tokens", usual.max_tokens, "Maximum tokens of an answer."),
+        ("--image-bytes", usual.image_bytes, "Bytes of an image."),
         ("--stream-ratio", usual.stream_ratio, "Fraction of streamed answers."),
         ("--think-time", usual.think_s, "Mean pause of a user, seconds."),
     ):

@@ -24,7 +24,7 @@ class Record(msgspec.Struct, omit_defaults=True):
     sent_at: float
     ended_at: float
     is_streamed: bool = False
-    error: str = ""  #: empty: the answer was complete and right
+    error: str = ""  #: empty: the answer was complete and correct
     first_text_at: float | None = None
     itl_s: list[float] = []
     num_output_tokens: int = 0

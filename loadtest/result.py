@@ -1,6 +1,6 @@
 """The result of a load test: its JSON file, its statistics, and its tables.
 
-Statistics are computed from records. In the file, `schema` is the version of the format, and `summary` has them.
+Statistics are computed from records. In the file, `schema` is the format version and `summary` has the statistics.
 """
 
 import io

@@ -38,7 +38,7 @@ from loadtest.result import (
 
 DRIVER = (sys.executable, "-m", "loadtest.drive")
 PAUSE_S = 0.2
-BUSY_RATIO = 0.8  # of a core; above it, the client may be the bottleneck
+BUSY_RATIO = 0.8  # ratio of a core; above it, the client may be the bottleneck
 
 
 class LoadTestError(Exception):
@@ -102,7 +102,7 @@ def make_load(order: Order, objective: Objective, engine: str) -> Result:
 @dataclass(slots=True)
 class DriverOutput:
     records: list[Record] = field(default_factory=list)
-    core_ratio: float | None = None  #: the last line
+    core_ratio: float | None = None  #: value of the last line
     unexpected: str = ""  #: the first unexpected line
 
     def read(self, process: subprocess.Popen[bytes]) -> None:
