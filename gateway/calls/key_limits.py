@@ -59,7 +59,7 @@ TOKENS_PER_VECTOR = 16
 MAX_REFUSED = 10_000  #: maximum number of cached refusals
 NO_LIMITS = Limits()
 _REFUND_PAUSE_S = 0.25
-#: Redis keeps a budget for this long after its month or day.
+#: How long Redis retains a budget after its month or day.
 _BUDGET_GRACE_S = 3 * 86400.0
 
 logger = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def to_quota(limits: LimitSettings, priority: Priority) -> Limits:
 
 
 def _part(priority: Priority, most: int) -> int:
-    """The part of a limit that calls of a priority may use."""
+    """The share of a limit that calls of a priority may use."""
     return max(1, most // 2) if priority is Priority.BATCH and most > 0 else most
 
 
@@ -286,7 +286,7 @@ def most_nano_dollars(call: Call, card: ModelCard, prices: tuple[float, ...]) ->
 
 
 def _num_billed_images(task: Task) -> int:
-    """Audio that is cut into segments is billed once, with its first segment."""
+    """Number of images to bill. Audio that is cut into segments is billed once, with its first segment."""
     if _finds_segments(task):
         return 0
     return len([image for image in task.images if not image.start_s])
@@ -297,7 +297,7 @@ def _finds_segments(task: Task) -> bool:
 
 
 def open_tokens(task: Task, num_tokens: int) -> int:
-    """Tokens to reserve while a request is open, by the memory that its answer may take in Redis."""
+    """Tokens to reserve while a request is open, according to the memory that its answer may need in Redis."""
     if isinstance(task, Embed):
         return num_tokens + TOKENS_PER_VECTOR * len(task.inputs)
     if isinstance(task, Rerank | Tokenize | Run):

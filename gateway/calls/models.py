@@ -472,7 +472,7 @@ PREFIX_CHARS = 4000
 
 
 def find_affinity(models: ModelDirectory, grace_s: float, call: Call) -> Affinity | None:
-    """The affinity of a call. None for batch calls, short prompts without images, a single worker, or `grace_s` 0."""
+    """The affinity of a call. None: batch call, no generation, short prompt without images, one worker, or no grace."""
     if grace_s <= 0 or call.priority is Priority.BATCH:
         return None
     num_workers = models.num_workers[call.model]

@@ -140,7 +140,7 @@ class Resume:
     ) -> Reply:
         """Queue a resumable request, or follow it if it was sent before. Returns when a replica of Redis has it.
 
-        `shard`: where a new request is placed. Raises: InvalidRequest if the key names another request, Overloaded,
+        `shard`: shard of a new request. Raises: InvalidRequest if the key belongs to another request, Overloaded,
         QueueUnavailable, and errors of `submit`.
         """
         last_id, fingerprint = _last_event_id(context), ""
@@ -188,7 +188,7 @@ class Resume:
 
     @asynccontextmanager
     async def _only_attempt(self, request_id: str) -> AsyncIterator[None]:
-        """Hold the lease of a request, as another gateway may choose another queue. Raises: QueueUnavailable."""
+        """Hold the lease of a request, so that one gateway at a time chooses its queue. Raises: QueueUnavailable."""
         lease = (request_id, self.dispatcher.mailbox.gateway_id)
         until = time.monotonic() + _ATTEMPT_S
         async with self._locks.setdefault(request_id, asyncio.Lock()):
@@ -248,7 +248,7 @@ class Resume:
             return state is not None
         try:
             events = decode_log(await self.queue.events(model, choice_id))
-        except msgspec.MsgspecError:  # clients that read it get an error
+        except msgspec.MsgspecError:  # the log is not readable: its readers get an error
             return True
         last = events[-1] if events else None
         if not isinstance(last, Failed) or not from_failed(last).should_retry:
