@@ -28,7 +28,7 @@ from gateway.http.exchange import Exchange, RequestContext, clean_name
 from shared.protocol import is_deeper
 from shared.settings.limits import LimitSettings
 
-#: No-op values by field; null is always a no-op. Fields in objects are named after a dot.
+#: No-op values by field; null is always a no-op. `object.field` names a field of an object.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
 _MAX_NO_OP_BYTES = 256  #: larger values are not decoded
@@ -301,7 +301,7 @@ async def read_body(
     max_commas: int,
     media_type: bytes,
 ) -> bytes:
-    """Read the body. `max_commas`: for JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    """Read the body. `max_commas`: in JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(exchange.context, limits.max_body_bytes, media_type)
     paced = PacedBody(exchange.receive, timeout_s, exchange.has_message)
     most = max_commas if media_type == JSON else limits.max_body_bytes

@@ -47,7 +47,7 @@ class Endpoint:
     path: str
     aliases: Sequence[str] = ()
     tag: str = ""
-    #: Role of the keys that may call it.
+    #: Role of the keys that may call the endpoint.
     access: Access = "use"
     #: Whether the endpoint is for orchestrators and Prometheus: any host name may be used, and calls are not logged.
     is_probe: bool = False
@@ -93,12 +93,12 @@ class OperationServices:
     admission: Admission
     limits: LimitSettings
     body_timeout_s: float
-    #: Writes an audit entry: the operation, the name of the changed object, and the request.
+    #: Writes an audit entry. Arguments: operation, name of the changed object, request.
     audit: Callable[[str, str, RequestContext], Awaitable[None]] | None
 
 
 def owner_of(tenant: str, kind: str = "search") -> str:
-    """The owner id of a tenant's objects of a kind, by default files and vector stores. It is not secret."""
+    """The owner id of a tenant's objects of `kind`; by default, of files and vector stores. The id is not secret."""
     return hashlib.sha256(f"{kind} {tenant}".encode()).hexdigest()[:32]
 
 
@@ -142,8 +142,8 @@ def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
     """Mark a method as an operation of the same name. The docstring's first line is the summary.
 
     The method's parameters are the `Caller`, a `body` and a `query`; it returns the answer.
-    `attributes`: of `Endpoint`; `commas`: name of the limit on commas in the body; `is_upload`: the method reads the
-    body.
+    `attributes`: attributes of `Endpoint`. `commas`: name of the limit on commas in the body. `is_upload`: the method
+    reads the body.
     """
 
     def mark(handler: H) -> H:
