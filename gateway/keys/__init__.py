@@ -1,1 +1,1 @@
-"""API keys that are created, limited and revoked while the gateways run."""
+"""Stored API keys and their usage, OpenID Connect tokens, and the audit log."""

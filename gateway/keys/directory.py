@@ -356,7 +356,7 @@ class KeyDirectory:
 
 
 def _later(records: dict[str, KeyRecord], than: dict[str, KeyRecord]) -> dict[str, KeyRecord]:
-    """The records that are newer than the same key's record in `than`, or missing there."""
+    """The records that are newer than the record of the same key in `than`, or whose key is missing there."""
     return {
         name: record
         for name, record in records.items()

@@ -1,6 +1,6 @@
--- Write the record of a key, unless there is one of this version or a later one.
+-- Write the record of a key, unless a record of the same or a later version exists.
 -- KEYS: api_keys    args: name, version, token, ttl_ms    ARGV[2]: the record, which begins with its version and a space
--- Returns 1 if the record is there now, or 0.
+-- Returns 1 if Redis now has this record, else 0.
 local args = cmsgpack.unpack(ARGV[1])
 local current = redis.call('HGET', KEYS[1], args.name)
 if current == ARGV[2] then return 1 end  -- a repeated call, whose first reply was lost
