@@ -29,8 +29,8 @@ def test_right_answer_has_no_fault():
     [
         ({"text": RIGHT[:-1]}, "wrong"),
         ({"text": RIGHT.replace(" ", "  ", 1)}, "wrong"),
-        ({"usage": {"completion_tokens": 3}}, "cut"),
-        ({"usage": {"completion_tokens": 5}}, "longer"),
+        ({"usage": {"completion_tokens": 3}}, "fewer tokens"),
+        ({"usage": {"completion_tokens": 5}}, "more tokens"),
         ({"finish_reason": "content_filter"}, "content_filter"),
     ],
 )

@@ -70,7 +70,7 @@ def test_models_without_chat_or_worker_are_not_used(fake):
         ([chunk("a"), event({"error": {"code": "engine_failure", "message": "-"}})], "engine_fail"),
         ([event(b"{]")], "malformed"),
         ("no object", "malformed"),
-        ({"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}, "no text"),
+        ({"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}, "lacks text"),
     ],
 )
 def test_broken_answer_is_an_error_and_the_next_request_connects_again(fake, answer, message):
