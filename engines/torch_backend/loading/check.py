@@ -8,14 +8,14 @@ from engines.text.processor import create_processor
 from engines.torch_backend.loading.weights import require_memory
 from engines.torch_backend.models.registry import find_family
 
-#: Least bytes in memory per stored byte of weights, by quantization.
+#: Lower bound of bytes in memory per stored byte of weights, by quantization.
 _LEAST_RATIO = {"none": 1.0, "int8": 0.4, "int4": 0.2}
 
 
 def check_model(
     directory: Path, num_weight_bytes: int, device: torch.device, quantization: str = "none"
 ) -> None:
-    """Check an undownloaded model, whose files have this size. Raises: UnsupportedCheckpoint, ModelTooLarge."""
+    """Check a model before its weights are downloaded. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     family, config = find_family(directory)
     multimodal = family.processor(directory, config)
     create_processor(directory, multimodal)
@@ -23,5 +23,5 @@ def check_model(
 
 
 def check_memory(num_weight_bytes: int, device: torch.device, quantization: str = "none") -> None:
-    """Raises: ModelTooLarge for weights that cannot fit in any precision; the loader checks exactly."""
+    """Raises: ModelTooLarge for weights that do not fit at any precision. The loader checks the exact size later."""
     require_memory(num_weight_bytes * _LEAST_RATIO[quantization], device, "at least")

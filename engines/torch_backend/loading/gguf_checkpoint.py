@@ -1,4 +1,4 @@
-"""Opens a GGUF file as a transformers checkpoint: configuration, tokenizer and names are converted, tensors mapped.
+"""Opens a GGUF file as a transformers checkpoint: converts configuration, tokenizer and names, and maps tensors.
 
 Used for `--model FILE.gguf`, together with the `mmproj` file in the same directory (CLIP's tower and LLaVA's
 projector), if any. Tensors that do not belong to the architecture are refused by name. Transformers reads the header
@@ -37,7 +37,7 @@ from engines.torch_backend.models.config import RopeScaling, UnsupportedCheckpoi
 #: File names in the directory of a checkpoint.
 TEXT_FILE, TOWER_FILE = "model.gguf", "mmproj.gguf"
 
-#: by `general.architecture`: transformers' architecture, model_type, and whether rotary channels are interleaved
+#: by `general.architecture`: transformers' architecture, `model_type`, and whether rotary channels are interleaved
 _ARCHITECTURES = {
     "llama": ("LlamaForCausalLM", "llama", True),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", False),
@@ -82,7 +82,7 @@ _ROTARY = "rope_freqs.weight"
 
 
 def open_checkpoint(path: Path) -> Path:
-    """A checkpoint's directory; for a GGUF file one in the cache, with links. Raises: UnsupportedCheckpoint."""
+    """The path, if it is a directory; for a GGUF file, a checkpoint in the cache. Raises: UnsupportedCheckpoint."""
     if path.is_dir():
         return path
     files = find_files(path)
@@ -110,7 +110,7 @@ def _open(
                 make(made)
                 made.replace(target)
             except OSError:
-                if not target.is_dir():  # else another process has made it meanwhile
+                if not target.is_dir():  # else another process has created the directory
                     raise
             finally:
                 shutil.rmtree(made, ignore_errors=True)
@@ -123,7 +123,7 @@ def _open(
 
 
 def make_directory(files: Sequence[Path], target: Path) -> None:
-    """Write links to the files, tokenizer, and `config.json` last. Raises: UnsupportedCheckpoint, OSError."""
+    """Write links to the files, the tokenizer, and last `config.json`. Raises: UnsupportedCheckpoint, OSError."""
     for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
         (target / name).symlink_to(file)
     model = GgufModel(target)
@@ -150,7 +150,7 @@ def find_files(path: Path) -> list[Path]:
     found = [file for file in sorted(path.parent.glob("*mmproj*.gguf")) if file != path]
     if len(found) > 1:
         raise UnsupportedCheckpoint(
-            f"{path.parent} has {len(found)} mmproj files; keep the one that goes with {path.name}"
+            f"{path.parent} has {len(found)} mmproj files; keep only the one for {path.name}"
         )
     return [file.resolve() for file in (path, *found)]
 
@@ -164,7 +164,7 @@ class _File:
 
     @classmethod
     def open(cls, file: Path) -> "_File":
-        """Raises: UnsupportedCheckpoint for other files, and for one part of several."""
+        """Raises: UnsupportedCheckpoint for other formats, damaged files, and parts of a split file."""
         name = file.resolve().name
         try:
             metadata, _ = read_gguf_metadata(str(file), {"tokenizer.ggml.tokens"})
@@ -172,7 +172,8 @@ class _File:
         except Exception as error:  # of any type, for a damaged file
             # without the path of the link in the cache
             reason = one_line(str(error).replace(str(file), name))
-            raise UnsupportedCheckpoint(f"{name}: is not a readable GGUF file: {reason}") from None
+            reason = f"{name}: this is not a readable GGUF file: {reason}"
+            raise UnsupportedCheckpoint(reason) from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
         if metadata.get("split.count", 1) > 1:
             raise opened.refuse("is one part of several; join them with llama.cpp's gguf-split")
@@ -193,10 +194,10 @@ class _File:
         return self.metadata[name]
 
     def whole(self, name: str, default: Any = None) -> int:
-        """A positive integer field. Raises: UnsupportedCheckpoint for other values, such as one per layer."""
+        """A positive integer field. Raises: UnsupportedCheckpoint for other values, such as a list per layer."""
         value = self.get(name) if default is None else self.metadata.get(name, default)
         if type(value) is not int or not 0 < value < 2**31:
-            raise self.refuse(f"{name} is {shown(value)}, not a number from 1 to {2**31 - 1}")
+            raise self.refuse(f"{name} is {shown(value)}, not an integer from 1 to {2**31 - 1}")
         return value
 
     def tensor(self, info: TensorInfo, name: str, num_heads: int = 0) -> GgufTensor:
@@ -206,18 +207,18 @@ class _File:
         if kind == "blocks":
             is_matrix = len(info.shape) == 2 and name.endswith(".weight")
             if not is_matrix or info.shape[1] % GGML_BLOCK[info.ggml_type][0]:
-                raise self.refuse(f"{what} is {info.shape}, which is not a matrix of whole blocks")
+                raise self.refuse(f"{what} has shape {info.shape}, not a matrix of whole blocks")
         if 0 in info.shape:
             raise self.refuse(f"{what} is empty: {info.shape}")
         if num_heads and (not info.shape or info.shape[0] % (2 * num_heads)):
-            raise self.refuse(f"{what} is {info.shape}, which {num_heads} heads do not divide")
+            raise self.refuse(f"{what} has shape {info.shape}; {num_heads} heads do not divide it")
         offset = self.header.data_start + info.offset
         kinds = info.ggml_type, offset, info.nbytes, num_heads
         return GgufTensor(name, self.file, info.shape, kind, *kinds)
 
 
 class GgufModel:
-    """The GGUF files of a directory, as one model of transformers."""
+    """The GGUF files of a directory, with the configuration and tensors of a transformers model."""
 
     def __init__(self, directory: Path) -> None:
         """Raises: UnsupportedCheckpoint."""
@@ -240,7 +241,7 @@ class GgufModel:
 
     @property
     def slot(self) -> tuple[int, str]:
-        """The image token: `<image>`, else the unknown token, which no text produces."""
+        """The image token's id and text: `<image>`, else the unknown token, which no text produces."""
         tokens = self._text.get("tokenizer.ggml.tokens")
         if "<image>" in tokens:
             return tokens.index("<image>"), "<image>"
@@ -251,7 +252,7 @@ class GgufModel:
 
     @property
     def image_settings(self) -> dict[str, Any] | None:
-        """The `preprocessor_config.json` of CLIP, with its defaults; None without a tower."""
+        """The content of CLIP's `preprocessor_config.json`; None without a tower."""
         if self._tower is None:
             return None
         size = self._tower.whole("clip.vision.image_size")
@@ -321,13 +322,13 @@ class GgufModel:
         """The configuration of scaled rotary frequencies. Raises: UnsupportedCheckpoint for other scalings."""
         text, kind = self._text, self._kind
         if text.metadata.get(f"{kind}.rope.dimension_count", head_dim) != head_dim:
-            raise text.refuse(f"{kind}.rope.dimension_count is not the width of a head")
+            raise text.refuse(f"{kind}.rope.dimension_count is not the head width {head_dim}")
         scaling = text.metadata.get(f"{kind}.rope.scaling.type", "none")
         factor = text.metadata.get(f"{kind}.rope.scaling.factor", 1.0)
         if scaling == "linear":
             return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
         if scaling != "none":
-            raise text.refuse(f"rope.scaling.type {scaling!r:.40} is not supported")
+            raise text.refuse(f"rope.scaling.type {scaling!r:.40} is not supported, only 'linear'")
         info = text.infos.get(_ROTARY)
         if info is None:
             return {}
@@ -352,7 +353,7 @@ def _rename(file: _File, name: str, names: Mapping[str, str]) -> str:
 
 
 def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> dict[str, Any]:
-    """The `config.json` of LLaVA. Raises: UnsupportedCheckpoint for another tower or projector."""
+    """The content of LLaVA's `config.json`. Raises: UnsupportedCheckpoint for other towers and projectors."""
     kind = file.get("general.architecture")
     projector = file.metadata.get("clip.projector_type", "mlp")
     if kind != "clip" or projector != "mlp" or "clip.vision.image_grid_pinpoints" in file.metadata:
@@ -362,7 +363,7 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
         raise file.refuse(f"{what}: only CLIP with LLaVA's projector 'mlp' is supported")
     num_layers = file.whole("clip.vision.block_count")
     features = file.metadata.get("clip.vision.feature_layer")
-    if features is None:  # LLaVA reads the second to last layer; older files end there
+    if features is None:  # LLaVA reads the second to last layer; older files have no layer after it
         features = [num_layers - 1 if "v.post_ln.weight" in file.infos else num_layers]
     is_gelu = file.metadata.get("clip.use_gelu", False)
     vision = {
@@ -394,7 +395,7 @@ def _llava_config(file: _File, text: dict[str, Any], slot: tuple[int, str]) -> d
 
 
 def _has_swapped_names(file: _File) -> bool:
-    """Whether `ffn_down` is the layer that expands, as in files of llama.cpp's older converter."""
+    """Whether `ffn_down` is the expanding layer, as in files of llama.cpp's older converter."""
     info = file.infos.get("v.blk.0.ffn_down.weight")
     width, inner = (file.whole(f"clip.vision.{n}_length") for n in ("embedding", "feed_forward"))
     return info is not None and width != inner and info.shape == (inner, width)

@@ -33,12 +33,12 @@ from engines.torch_backend.runner import TorchRunner
 from engines.torch_backend.settings import TorchSettings
 from engines.torch_backend.threads import settle_num_threads
 
-#: An image of this size takes a tower of 32 layers about 30 s on two fast cores.
+#: A tower of 32 layers encodes an image of this size in about 30 s on two fast cores.
 MAX_IMAGE_PIXELS_ON_CPU = 1024 * 1024
 
 
 def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEngine:
-    """Create the engine of a model; returns after the warm-up. Raises: EngineStartError."""
+    """Create the engine of a model and warm it up. Raises: EngineStartError."""
     limit_memory(settings.memory_bytes)
     phases = _Phases(progress)
     check_disabled(settings.disabled_ops)
@@ -92,13 +92,13 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
 
 @contextmanager
 def _explained(runner: TorchRunner) -> Iterator[None]:
-    """Turn a failure of the first steps into one sentence. Raises: UnsupportedCheckpoint, ModelTooLarge."""
+    """Report a failure of the first steps in one sentence. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     try:
         yield
     except DeviceOutOfMemory as error:
         used = ", ".join(f"{n / 2**30:.1f} GiB {use}" for use, n in runner.memory_bytes().items())
         raise ModelTooLarge(
-            f"the model does not fit the memory of {error}: {used} are in use and "
+            f"out of memory on {error}: {used} are in use and "
             f"{free_bytes(runner.device) / 2**30:.1f} GiB are free; lower kv_cache_bytes or "
             "max_num_batched_tokens, or try --quantization int8 or int4"
         ) from error
@@ -108,7 +108,7 @@ def _explained(runner: TorchRunner) -> Iterator[None]:
         if runner.model.speed_path == "native":
             raise
         raise UnsupportedCheckpoint(
-            "the model cannot be run: its first steps fail with "
+            "the model cannot run: its first steps fail with "
             f"{type(error).__name__}: {one_line(error)}"
         ) from error
 
@@ -131,13 +131,13 @@ def choose_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise EngineStartError(
-            f"device {name} does not exist: torch sees {num_gpus} GPUs; use another, or auto"
+            f"device {name} does not exist: torch finds {num_gpus} GPUs; use another device, or auto"
         )
     return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto`: bfloat16 if the device is fast at it, else float32."""
+    """`auto`: bfloat16 if the device computes it fast, else float32."""
     if name != "auto":
         return DTYPES[name]
     is_fast = device.type == "cuda" or choose_level().has_fast_bfloat16
@@ -151,7 +151,7 @@ class _Phases:
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Time a phase, without phases that are measured inside it."""
+        """Time a phase, excluding phases that are measured inside it."""
         started, before = time.perf_counter(), sum(self.seconds.values())
         self.progress(phase, 0.0)
         yield

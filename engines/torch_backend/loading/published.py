@@ -1,6 +1,6 @@
-"""Linear layers in quantized formats of other projects, loaded in the form that the kernels read.
+"""Linear layers in quantized formats of other projects, converted to the form that the kernels read.
 
-A format without a kernel is dequantized to floats, and the log says so. The formats are in `formats`.
+A format without a kernel is dequantized to floats, which is logged. The formats' readers are in `formats`.
 """
 
 import logging
@@ -27,12 +27,12 @@ Rename = Callable[[str], str | None]
 
 
 class PublishedLinears:
-    """The quantized linear layers of a checkpoint, and the model that they are loaded into."""
+    """The quantized linear layers of a checkpoint, while they are loaded into a model."""
 
     def __init__(
         self, reader: Reader, linears: list[StoredLinear], dtype: torch.dtype, rename: Rename
     ) -> None:
-        """`dtype`: of the checkpoint's floats."""
+        """`dtype`: type of the checkpoint's floats. `rename`: maps stored names to the model's names."""
         self.linears = [x for x in linears if rename(f"{x.name}.weight") is not None]
         self.dtype = dtype
         self.name = reader.name
@@ -43,16 +43,16 @@ class PublishedLinears:
         self._forms: Counter[Form] = Counter()
         #: placeholders for layers that stay integers, by stored names; None: integers are loaded directly
         self.stand_ins: dict[str, Tensor] | None = None
-        #: not separate linear layers in transformers' model
+        #: layers that are not separate linear layers in transformers' model
         self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
 
     @property
     def forms(self) -> set[Form]:
-        """Forms of the layers, if the model can hold integers."""
+        """Forms that the layers have if the model can hold integers."""
         return {layout.form for layout in self.layouts.values()}
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
-        """The path of the model's layer for the integers of a stored layer; None if it must be dequantized."""
+        """Path of the model's layer for a stored layer's integers; None if the layer must be dequantized."""
         if self.layouts[linear.name].form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
@@ -62,7 +62,7 @@ class PublishedLinears:
     def put(
         self, linear: StoredLinear, model: nn.Module, path: str, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Prepare the model's layer for the integers of a layer. Returns: its tensors, by stored names."""
+        """Prepare the model's layer for a stored layer's integers. Returns the layer's tensors, by stored names."""
         layout = self.layouts[linear.name]
         layer = model.get_submodule(path)
         assert isinstance(layer, Linear)
@@ -73,7 +73,7 @@ class PublishedLinears:
     def _read_integers(
         self, linear: StoredLinear, layer: Linear, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Prepare a layer for integers. Returns: its tensors."""
+        """Prepare a layer for integers. Returns the layer's tensors, by buffer names."""
         layout, weights = self.layouts[linear.name], self._read(linear)
         assert isinstance(weights, Integers)
         self._forms[layout.form] += 1
@@ -86,12 +86,12 @@ class PublishedLinears:
         return parts
 
     def stands_in(self, linear: StoredLinear) -> bool:
-        """Whether a layer has a placeholder."""
+        """Whether a layer is loaded through a placeholder."""
         is_known = self.stand_ins is not None and linear.name not in self._lost
         return is_known and self.layouts[linear.name].form != "float"
 
     def stand_in(self, linear: StoredLinear) -> Tensor:
-        """The placeholder of a layer. Shapes: returns (N, K)."""
+        """Create the placeholder of a layer. Shapes: returns (N, K)."""
         assert self.stand_ins is not None
         made = make_stand_in(self.layouts[linear.name].shape, len(self.stand_ins))
         self.stand_ins[linear.name] = made
@@ -100,8 +100,8 @@ class PublishedLinears:
     def replace_stand_ins(self, model: nn.Module, dtype: torch.dtype) -> bool:
         """Replace all placeholders by integers, with scales of this type.
 
-        Returns False, without changes, if the model has lost some: these are dequantized instead, and the model is
-        created again.
+        Returns False, without changes to the model, if placeholders are lost. The caller must then create the model
+        again, where the lost layers are dequantized.
         """
         stand_ins = self.stand_ins or {}
         places = find_stand_ins(model, stand_ins)
@@ -111,7 +111,7 @@ class PublishedLinears:
             self.stand_ins = {}
             self._forms.clear()
             logger.info(
-                "%s: %d linear layers, such as %s, are merged with others, which requires floats",
+                "%s: %d linear layers, such as %s, are dequantized, because the model merges or splits them",
                 self.name,
                 len(lost),
                 min(lost),
@@ -133,7 +133,7 @@ class PublishedLinears:
         return weights.numbers() if isinstance(weights, Integers) else weights
 
     def _read(self, linear: StoredLinear) -> Integers | Tensor:
-        """Weights, checked to be finite: scales of GGUF are inside byte blocks, and FP8 has NaN."""
+        """Read weights and check that they are finite. GGUF has scales inside byte blocks, and FP8 can be NaN."""
         weights = self._reader.read(linear)
         numbers = [weights]
         if isinstance(weights, Integers):
@@ -144,7 +144,7 @@ class PublishedLinears:
         return weights
 
     def drop_zero_biases(self, stored: list[StoredTensor], model: nn.Module) -> list[StoredTensor]:
-        """Remove zero biases that the model does not have: quantizers write them for every layer."""
+        """Remove zero biases of layers without bias in the model; quantizers write a bias for every layer."""
         names = {f"{linear.name}.bias" for linear in self.linears}
         return [x for x in stored if x.name not in names or not self._is_spare(x, model)]
 
@@ -187,8 +187,8 @@ def find_published(
     for tensor in others:
         if tensor.kind == "F8_E4M3":
             raise UnsupportedCheckpoint(
-                f"the weight {tensor.name} is of the type {tensor.kind}, but config.json has no "
-                "quantization_config that names its scale"
+                f"the weight {tensor.name} has type {tensor.kind}, but config.json has no "
+                "quantization_config for its scale"
             )
     if reader is None:
         return None, others

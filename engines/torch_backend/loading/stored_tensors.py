@@ -1,4 +1,4 @@
-"""Reads the safetensors files of a checkpoint, one tensor at a time. Never pickle."""
+"""Reads the safetensors files of a checkpoint, one tensor at a time. Pickled weights are refused."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a weight in a checkpoint. `kind` is its type, as safetensors names types."""
+    """A weight's location in a checkpoint, and its header. `kind` is its type in safetensors' notation."""
 
     name: str
     file: Path
@@ -44,7 +44,7 @@ class StoredTensor:
         return self.num_values * self.dtype.itemsize
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes in memory where floating-point numbers become `dtype`."""
+        """Bytes in memory after floating-point numbers are converted to `dtype`."""
         return self.num_values * (dtype if self.dtype.is_floating_point else self.dtype).itemsize
 
     def map(self) -> Tensor:
@@ -62,8 +62,8 @@ def finite(name: str, weight: Tensor) -> Tensor:
         least, most = torch.aminmax(weight)
         if not (least.isfinite() and most.isfinite()):
             raise UnsupportedCheckpoint(
-                f"the weight {name} holds values that are not finite (NaN or Inf): download the "
-                "checkpoint again, or use another one"
+                f"the weight {name} has values that are not finite (NaN or Inf); download the "
+                "checkpoint again, or use another checkpoint"
             )
     return weight
 
@@ -89,7 +89,7 @@ def _list_file(file: Path) -> Iterator[StoredTensor]:
             if kind not in _DTYPES:
                 known = ", ".join(sorted(_DTYPES))
                 raise UnsupportedCheckpoint(
-                    f"{file.name}: the weight {name} is of the type {kind}; readable: {known}"
+                    f"{file.name}: the weight {name} has type {kind}; supported types: {known}"
                 )
             yield StoredTensor(name, file, tuple(part.get_shape()), kind)
 
@@ -100,7 +100,7 @@ def _weight_files(directory: Path) -> list[Path]:
         names = read_json(index).section("weight_map").values.values()
         if not all(isinstance(name, str) for name in names):
             raise UnsupportedCheckpoint(
-                f"{INDEX_FILE}: weight_map holds a value that is not a file name"
+                f"{INDEX_FILE}: weight_map has a value that is not a file name"
             )
         if any(Path(name).name != name for name in names):
             raise UnsupportedCheckpoint(f"{INDEX_FILE} names files outside the checkpoint")

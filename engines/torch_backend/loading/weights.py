@@ -1,8 +1,8 @@
 """Loads a checkpoint's weights into a model: maps tensors if possible, else converts or quantizes them one by one.
 
 On a CPU, a weight that is stored in the engine's precision is not copied: the model uses the mapped file, whose pages
-all workers of a machine share. A file in use may therefore be replaced, as `save_pretrained` and downloads do, but not
-overwritten in place.
+all workers of a machine share. A file in use can therefore be replaced, as `save_pretrained` and downloads do, but must
+not be overwritten in place.
 """
 
 import time
@@ -36,7 +36,7 @@ from engines.torch_backend.ops.registry import Ops
 
 
 class ModelTooLarge(EngineStartError):
-    """The weights do not fit the device's memory; the message names both sizes and what to try."""
+    """The weights do not fit into the device's memory. The message has both sizes and what to try."""
 
 
 def require_memory(num_bytes: float, device: torch.device, how: str) -> None:
@@ -53,13 +53,13 @@ def require_memory(num_bytes: float, device: torch.device, how: str) -> None:
 class WeightReader:
     """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers."""
 
-    #: Needs no weights, but its linear layers must already have the method `scheme`.
+    #: A model that can be without weights, but whose quantized layers already have the method `scheme`.
     model: nn.Module
     rename: Callable[[str], str | None]
     scheme: QuantizedMethod | None
     device: torch.device
     dtype: torch.dtype | None = None  #: of loaded floats; None keeps each tensor's own
-    #: Matrices of these types keep them, because C++ kernels read them.
+    #: Matrices stored in these dtypes are not converted, because C++ kernels read them.
     kept: frozenset[torch.dtype] = frozenset()
     quantize_s: float = 0.0  #: time spent on quantizing
 
@@ -69,7 +69,7 @@ class WeightReader:
         return self._convert(stored.name, value, value.dtype)
 
     def read_linear(self, linear: StoredLinear, published: PublishedLinears) -> dict[str, Tensor]:
-        """A layer in a published format: its integers if the model can hold them, else floats. By stored names."""
+        """A layer in a published format, by stored names: integers if the model can hold them, else floats."""
         path = published.place(linear, self.model)
         if path is not None:
             return published.put(linear, self.model, path, self.dtype_of_scales(published))
@@ -91,7 +91,7 @@ class WeightReader:
         return {prefix + part: tensor for part, tensor in parts.items()}
 
     def num_bytes(self, stored: StoredTensor, stored_dtype: torch.dtype | None = None) -> int:
-        """Bytes of the tensor in memory after loading. `stored_dtype`: of the checkpoint's floats, if not its own."""
+        """Bytes of the tensor in memory after loading. `stored_dtype`: replaces the dtype in the tensor's header."""
         layer, name = self._find(stored.name)
         dtype = self._dtype_in(layer, stored.shape, stored_dtype or stored.dtype)
         if self.scheme is not None and _is_quantized(layer, name):
@@ -99,7 +99,7 @@ class WeightReader:
         return stored.num_bytes(dtype)
 
     def num_linear_bytes(self, linear: StoredLinear, published: PublishedLinears) -> int:
-        """Bytes of a linear layer in a published format in memory after loading."""
+        """Bytes in memory, after loading, of a linear layer in a published format."""
         layout = published.layouts[linear.name]
         is_placed = published.place(linear, self.model) is not None
         if is_placed or published.stands_in(linear):
@@ -109,7 +109,7 @@ class WeightReader:
         return self.num_bytes(numbers, published.dtype)
 
     def _find(self, stored_name: str) -> tuple[nn.Module | None, str]:
-        """The layer that a stored tensor is for, and its name there."""
+        """The layer that a stored tensor belongs to, and the tensor's name in the layer."""
         path, _, name = (self.rename(stored_name) or "").rpartition(".")
         if not stored_name.endswith(name):
             return None, stored_name
@@ -125,7 +125,7 @@ class WeightReader:
         return stored if is_kept else self.dtype or stored
 
     def dtype_of_scales(self, published: PublishedLinears) -> torch.dtype:
-        """float32 for C++ kernels, which keeps all stored scales exact; else the engine's dtype."""
+        """float32 for C++ kernels, because it represents all stored scales exactly; else the engine's dtype."""
         return torch.float32 if self.kept else self.dtype or published.dtype
 
 
@@ -146,9 +146,9 @@ def load_model(
 ) -> FamilyModel:
     """Load a checkpoint, and quantize its decoder if `scheme` is given.
 
-    `progress` is called with the completed ratio; `seconds` gets the duration `quantize`, if a scheme is given. If
-    `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same `ops`; a
-    quantized decoder's tower and projector then become int8 too.
+    `progress` is called with the completed ratio. With a scheme, `seconds["quantize"]` is set to its duration. If
+    `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same `ops`. The tower
+    and projector of a quantized decoder then become int8 too.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_weights(directory)
@@ -162,7 +162,7 @@ def load_model(
     # operators read matrices of these types as they are stored
     kept = frozenset(FLOAT_KINDS if ops is not None and ops.uses("linear_float", "cpu") else ())
     reader = WeightReader(model, rename, form, device, dtype, kept)
-    converting_reader = WeightReader(model, rename, form, device, dtype)  # converts those too
+    converting_reader = WeightReader(model, rename, form, device, dtype)  # converts all matrices
     stored = [tensor for tensor in stored if rename(tensor.name) is not None]
     if published is not None:
         stored = published.drop_zero_biases(stored, model)
@@ -170,7 +170,7 @@ def load_model(
             published.stand_ins = {}
 
     def check_size(by: WeightReader, kept_names: Collection[str] = ()) -> None:
-        """Check memory for tensors as `by` reads them, or as `reader` does if in `kept_names`. Raises: ModelTooLarge."""
+        """Check memory for tensors as `by` reads them; `reader` reads `kept_names`. Raises: ModelTooLarge."""
         needed = sum(
             (reader if tensor.name in kept_names else by).num_bytes(tensor) for tensor in stored
         )
@@ -205,7 +205,7 @@ def load_model(
 
 
 def _has_own_head(stored: list[StoredTensor], rename: Callable[[str], str | None]) -> bool:
-    """Whether a head that `config.json` ties to the embeddings differs from them; transformers loads both then."""
+    """Whether a stored head differs from the embeddings that `config.json` ties it to; transformers then loads both."""
     heads = [x for x in stored if x.name.endswith("lm_head.weight") and rename(x.name) is None]
     tables = [x for x in stored if x.name.endswith("embed_tokens.weight")]
     return bool(heads and tables) and not torch.equal(heads[0].map(), tables[0].map())
@@ -225,7 +225,7 @@ def _pack(model: FamilyModel, ops: Ops, dtype: torch.dtype) -> None:
 def build_empty(
     family: ModelFamily, config: Any, scheme: QuantizedMethod | None, dtype: torch.dtype
 ) -> FamilyModel:
-    """The model without weights, with linear layers of a scheme."""
+    """Build the model on the meta device, with quantizable layers in the format of `scheme`."""
     with torch.device("meta"):
         model = family.build(config)
     if scheme is not None:
@@ -237,14 +237,14 @@ def build_empty(
 def choose_form(
     scheme: QuantizedMethod | None, published: PublishedLinears | None
 ) -> QuantizedMethod | None:
-    """The scheme to quantize to; None to load the weights as they are stored. Raises: UnsupportedCheckpoint."""
+    """The scheme to quantize with; None to load the weights as stored. Raises: UnsupportedCheckpoint."""
     if scheme is None or published is None or published.forms == {"float"}:
         return scheme
     if scheme.name in published.forms:
         return None
     raise UnsupportedCheckpoint(
-        f"the checkpoint is already quantized to {published.name}; for {scheme.name} use the "
-        "checkpoint that it was quantized from"
+        f"the checkpoint is already quantized to {published.name}; for --quantization {scheme.name}, "
+        "use the full-precision checkpoint"
     )
 
 

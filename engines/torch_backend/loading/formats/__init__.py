@@ -1,4 +1,4 @@
-"""Published quantization formats: one reader each, selected by `quantization_config` of `config.json`.
+"""Readers of published quantization formats, selected by `quantization_config` of `config.json`.
 
 A reader finds the layout of each quantized linear layer in the checkpoint's headers, and loads one layer at a time, as
 integers for our kernels or as floats. An unsupported layer is refused with its name and the reason.
@@ -26,7 +26,7 @@ READERS: dict[str, Callable[[Fields], Reader]] = {
 
 
 def detect(config: Fields) -> Reader | None:
-    """The reader of a checkpoint by its `config.json`; None without quantization. Raises: UnsupportedCheckpoint."""
+    """The reader for a `config.json`; None if it has no quantization. Raises: UnsupportedCheckpoint."""
     section = quantization_section(config)
     if not section.values:
         return None
@@ -35,7 +35,7 @@ def detect(config: Fields) -> Reader | None:
         known = ", ".join(sorted(READERS))
         raise section.refuse(
             "quant_method",
-            f"{shown(method)} cannot be read; supported: {known}. "
-            "Or use the full-precision checkpoint with --quantization int8 or int4",
+            f"{shown(method)} is not supported; use a checkpoint in one of {known}, or the "
+            "full-precision checkpoint with --quantization int8 or int4",
         )
     return READERS[method](section)

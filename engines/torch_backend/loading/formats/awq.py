@@ -27,13 +27,13 @@ class AwqReader(Reader):
     def __init__(self, config: Fields) -> None:
         bits = config.whole("bits", 4, at_most=8)
         if bits != 4:
-            raise config.refuse("bits", f"is {bits}; AWQ is supported with 4")
+            raise config.refuse("bits", f"is {bits}; AWQ is supported with 4 bits only")
         name = "format" if config.get("version") is None else "version"
         version = config.get(name, "gemm")
         if not isinstance(version, str) or version.lower() != "gemm":
-            raise config.refuse(name, f"is {version!r:.40}; AWQ is supported in the layout 'gemm'")
+            raise config.refuse(name, f"is {version!r:.40}; AWQ is supported as 'gemm' only")
         if not config.flag("zero_point", True):
-            raise config.refuse("zero_point", "is false; AWQ is supported with zero points")
+            raise config.refuse("zero_point", "is false; AWQ is supported with zero points only")
         self._group_size = read_group_size(config)
 
     def layout(self, linear: StoredLinear) -> Layout:
@@ -55,6 +55,6 @@ class AwqReader(Reader):
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Shapes: int32 (n, N / 8); returns uint8 (n, N)."""
+    """Unpack outputs in their original order. Shapes: int32 (n, N / 8); returns uint8 (n, N)."""
     eights = unpack_words(words, 4).unflatten(1, (-1, 8))
     return eights[:, :, torch.tensor(_PLACES, device=words.device)].flatten(1)

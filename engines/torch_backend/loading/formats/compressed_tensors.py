@@ -36,7 +36,7 @@ _STRATEGIES = ("tensor", "channel", "group", "block")
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How the weights of one group of layers are quantized."""
+    """Quantization of the weights of one group of layers."""
 
     kind: str
     bits: int
@@ -61,7 +61,7 @@ class CompressedTensorsReader(Reader):
             section = config.section(name)
             if section.values and section.get("format") != "dense":
                 what = shown(section.get("sparsity_structure", section.get("format")))
-                raise config.refuse(name, f"asks for {what}; only dense weights can be read")
+                raise config.refuse(name, f"is {what}; only dense weights are supported")
         config.one_of("format", _FORMATS)
         status = config.get("quantization_status", "compressed")
         if status not in ("compressed", "frozen"):
@@ -74,7 +74,7 @@ class CompressedTensorsReader(Reader):
         self.name = f"compressed-tensors of {' and '.join(kinds)}"
 
     def layout(self, linear: StoredLinear) -> Layout:
-        """The layout of a layer, from its headers and the scheme that matches them."""
+        """The layout of a layer, from its headers and the first scheme that matches them."""
         return self._find(linear)[1]
 
     def read(self, linear: StoredLinear) -> Integers | Tensor:
@@ -103,7 +103,7 @@ class CompressedTensorsReader(Reader):
         )
 
     def _find(self, linear: StoredLinear) -> tuple[_Scheme, Layout]:
-        """The scheme of a layer, and its layout. Raises: UnsupportedCheckpoint with the first scheme's reason."""
+        """The first scheme that fits a layer, and its layout. Raises: the first scheme's UnsupportedCheckpoint."""
         refused: list[UnsupportedCheckpoint] = []
         for scheme in self._schemes:
             try:
@@ -121,22 +121,22 @@ def _read_scheme(group: Fields) -> _Scheme:
     kind = weights.one_of("type", ("int", "float"), "int")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise weights.refuse(
-            "num_bits", f"is {bits} of {kind}; int 4, int 8 and float 8 can be read"
+            "num_bits", f"is {bits} of type {kind}; int 4, int 8 and float 8 are supported"
         )
     group.one_of("format", _FORMATS)
     size = weights.whole("group_size", None, at_least=-1, at_most=2**20)
     usual = "group" if size and size > 0 else "channel" if size == -1 else "tensor"
     strategy = weights.one_of("strategy", _STRATEGIES, usual)
     if strategy == "group" and (size is None or size < 1):
-        raise weights.refuse("group_size", f"is {size}; groups have at least one input")
+        raise weights.refuse("group_size", f"is {size}; strategy 'group' requires at least 1")
     block = check_block(weights, "block_structure") if strategy == "block" else None
     if (strategy == "block") is not (block is not None):
-        raise weights.refuse("block_structure", "is missing")
+        raise weights.refuse("block_structure", "is missing; strategy 'block' requires it")
     if (kind == "float" and strategy == "group") or (kind == "int" and strategy == "block"):
-        raise weights.refuse("strategy", f"{strategy!r} cannot be read for {kind} weights")
+        raise weights.refuse("strategy", f"{strategy!r} is not supported for {kind} weights")
     symmetric = weights.flag("symmetric", True)
     if kind == "float" and not symmetric:
-        raise weights.refuse("symmetric", "is false; float weights can be read without zero points")
+        raise weights.refuse("symmetric", "is false; float weights must not have zero points")
     return _Scheme(kind, bits, strategy, size or 0, block, symmetric)
 
 
@@ -149,7 +149,7 @@ def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
         most = num_words * 32 // scheme.bits
         num_inputs = int(linear.read("weight_shape")[1])
         if not most - 32 // scheme.bits < num_inputs <= most:
-            raise linear.refuse("weight_shape", f"names {num_inputs} inputs of up to {most} stored")
+            raise linear.refuse("weight_shape", f"has {num_inputs} inputs, but {most} are stored")
     else:
         num_outputs, num_inputs = linear.expect_matrix("weight", "I8")
     size = scheme.group_size if scheme.strategy == "group" else num_inputs
@@ -159,7 +159,7 @@ def _layout(linear: StoredLinear, scheme: _Scheme) -> Layout:
     if scheme.strategy != "group":
         known += [(num_outputs,), (1,), (), (1, 1)]
     if shape not in known:
-        raise linear.refuse("weight_scale", f"is {shape}, but other tensors require {known[0]}")
+        raise linear.refuse("weight_scale", f"has shape {shape}; other tensors require {known[0]}")
     if not scheme.is_symmetric and _has_packed_zeros(linear, scheme):
         num_words = -(-shape[0] * scheme.bits // 32)
         linear.expect("weight_zero_point", (num_words, shape[1]), "I32")
@@ -187,5 +187,5 @@ def _zeros(linear: StoredLinear, scheme: _Scheme, num_rows: int) -> Tensor | Non
         return unpack_words(zeros.t(), scheme.bits).t()[:num_rows].float()
     zeros = zeros.float().reshape(num_rows, -1)
     if bool(((zeros < -middle) | (zeros >= middle)).any()):
-        raise linear.refuse("weight_zero_point", f"lies outside {-middle}..{middle - 1}")
+        raise linear.refuse("weight_zero_point", f"is outside {-middle}..{middle - 1}")
     return zeros + middle

@@ -1,7 +1,7 @@
 """FP8 weights with floating-point scales: one per tensor, per output, or per block of outputs and inputs.
 
-Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`, the factors of the weights.
-Settings for activations are ignored: they stay in the engine's precision.
+Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`; both names hold factors of weights.
+Quantization settings of activations are ignored, because activations stay in the engine's precision.
 Source: DeepSeek-V3, transformers' `FineGrainedFP8Config`, AutoFP8, FBGEMM.
 """
 
@@ -36,7 +36,7 @@ class Fp8Reader(Reader):
 
 
 def check_block(config: Fields, name: str) -> tuple[int, int] | None:
-    """Outputs and inputs of a block, if there are blocks. Raises: UnsupportedCheckpoint."""
+    """Outputs and inputs of a block; None if the field is missing. Raises: UnsupportedCheckpoint."""
     block = config.get(name)
     if block is None:
         return None
@@ -55,7 +55,7 @@ def scaled_layout(linear: StoredLinear, scale: str, block: tuple[int, int] | Non
         known = [(-(-num_outputs // block[0]), -(-num_inputs // block[1]))]
     if shape not in known:
         expected = " or ".join(map(str, known))
-        raise linear.refuse(scale, f"is {shape}, but the weights require {expected}")
+        raise linear.refuse(scale, f"has shape {shape}, but the weights require {expected}")
     return Layout((num_outputs, num_inputs))
 
 

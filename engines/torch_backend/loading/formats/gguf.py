@@ -21,7 +21,7 @@ FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", tor
 DTYPE = torch.float16  #: of dequantized weights
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K = 2, 3, 6, 7, 12
 _GROUP = 32
-#: llama.cpp falls back to these if a row is not a multiple of 256. Transformers' reader does not know them.
+#: Types that llama.cpp uses for rows that are not a multiple of 256. Transformers' tables lack them.
 GGML_BLOCK.update({_Q5_0: (_GROUP, 22), _Q5_1: (_GROUP, 24)})
 GGML_NAME.update({_Q5_0: "Q5_0", _Q5_1: "Q5_1"})
 _CHUNK_WEIGHTS = 1 << 20  # weights dequantized at a time, to bound temporary memory
@@ -32,7 +32,7 @@ class GgufTensor(StoredTensor):
     """A tensor of a GGUF file, by its name in transformers."""
 
     ggml_type: int = 0
-    offset: int = 0  #: of its first byte in the file
+    offset: int = 0  #: position of its first byte in the file
     num_file_bytes: int = 0
     num_heads: int = 0  #: heads whose rotary channels are interleaved in the file; 0: none are
 
@@ -55,7 +55,7 @@ class GgufTensor(StoredTensor):
             raw = finite(self.name, raw.view(FLOATS[self.ggml_type][1]).view(self.shape))
         if self.num_heads == 0:
             return raw
-        # outputs of a head in transformers' order
+        # reorder the outputs of each head as transformers expects
         rows = raw.unflatten(0, (self.num_heads, -1, 2)).transpose(1, 2)
         return rows.reshape(raw.shape)
 
@@ -112,7 +112,7 @@ def _tensor(linear: StoredLinear) -> GgufTensor:
 
 
 def _q4(rows: Tensor, kind: int) -> Integers:
-    """A scale, in Q4_1 an offset, and 32 integers: i and i + 16 in a byte. Shapes: uint8 (N, bytes of a row)."""
+    """Blocks of a scale, an offset (Q4_1) and 32 integers, i and i + 16 in a byte. Shapes: uint8 (N, row's bytes)."""
     num_halves = 1 if kind == _Q4_0 else 2
     blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
     scale, *base = (x.t().contiguous() for x in _halves(blocks, num_halves).unbind(-1))
@@ -121,7 +121,7 @@ def _q4(rows: Tensor, kind: int) -> Integers:
 
 
 def _q5(rows: Tensor, kind: int) -> Tensor:
-    """Q4_0 and Q4_1 with the integers' fifth bits in a word. Shapes: uint8 (N, row's bytes); returns (N, K)."""
+    """As `_q4`, with the integers' fifth bits in a word. Shapes: uint8 (N, row's bytes); returns (N, K)."""
     blocks = rows.unflatten(1, (-1, GGML_BLOCK[kind][1]))
     num_halves = 1 if kind == _Q5_0 else 2
     scale, *rest = _halves(blocks, num_halves).split(1, -1)
@@ -133,7 +133,7 @@ def _q5(rows: Tensor, kind: int) -> Tensor:
 
 
 def _q4_k(rows: Tensor) -> Integers:
-    """Eight groups with 6-bit scales and offsets times two factors. Shapes: uint8 (N, bytes of a row)."""
+    """Blocks of eight groups with 6-bit scales and offsets, and a factor for each. Shapes: uint8 (N, row's bytes)."""
     blocks = rows.unflatten(1, (-1, 144))
     of_scales, of_bases = _halves(blocks, 2).unbind(-1)
     low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)

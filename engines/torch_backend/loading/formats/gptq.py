@@ -1,7 +1,7 @@
-"""GPTQ: integers of 4 or 8 bits, packed along the inputs, which may be grouped by activation order (`desc_act`).
+"""GPTQ: integers of 4 or 8 bits, packed along the inputs, which can be grouped by activation order (`desc_act`).
 
-Layout: `qweight` (K bits / 32, N), `qzeros` (G, N bits / 32), `scales` (G, N), `g_idx` (K,), which names each input's
-group. Zero points are stored minus one in `gptq`, unchanged in `gptq_v2`.
+Layout: `qweight` (K bits / 32, N), `qzeros` (G, N bits / 32), `scales` (G, N), `g_idx` (K,), the group of each input.
+The format `gptq` stores zero points minus one, `gptq_v2` unchanged.
 Source: AutoGPTQ and GPTQModel.
 """
 
@@ -16,7 +16,7 @@ from engines.torch_backend.loading.formats.reader import (
     unpack_words,
 )
 
-_ONES = {4: 0x11111111, 8: 0x01010101}  #: one in each of the integers of a word
+_ONES = {4: 0x11111111, 8: 0x01010101}  #: words in which each integer is 1, by bits
 
 
 class GptqReader(Reader):
@@ -26,7 +26,7 @@ class GptqReader(Reader):
     def __init__(self, config: Fields) -> None:
         self._bits = config.whole("bits", 4, at_most=8)
         if self._bits not in _ONES:
-            raise config.refuse("bits", f"is {self._bits}; GPTQ is supported with 4 and 8")
+            raise config.refuse("bits", f"is {self._bits}; GPTQ is supported with 4 or 8 bits")
         self._group_size = read_group_size(config)
         name = "format" if config.get("checkpoint_format") is None else "checkpoint_format"
         self._is_v1 = config.one_of(name, ("gptq", "gptq_v2"), "gptq") == "gptq"
@@ -51,12 +51,12 @@ class GptqReader(Reader):
         layout = self.layout(linear)
         values = unpack_words(linear.read("qweight").t(), self._bits)
         zeros = linear.read("qzeros")
-        # Packers subtracted 1 from each integer of whole words: adding to words undoes borrows too.
+        # Packers subtract 1 per integer from whole words, so adding whole words also undoes the borrows.
         zeros = unpack_words(zeros + _ONES[self._bits] if self._is_v1 else zeros, self._bits)
         zero = zeros[:, : layout.shape[0]]
         is_middle = bool((zero == 2 ** (self._bits - 1)).all())
         if self._is_symmetric and not is_middle:
-            raise linear.refuse("qzeros", "has zero points other than the middle, but sym is true")
+            raise linear.refuse("qzeros", "has asymmetric zero points, but sym is true")
         order = input_order(linear, "g_idx", layout)
         return Integers(
             values if order is None else values[:, order],

@@ -48,19 +48,19 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """Weights as integers from 0: scale * (value - zero), a scale and a zero for each output and group of inputs."""
+    """Weights scale * (value - zero) as unsigned integers, with a scale and a zero per output and group of inputs."""
 
     values: Tensor  #: uint8 (N, K)
     bits: int
     group_size: int
     scale: Tensor  #: float32 (G, N)
     zero: Tensor | None  #: float32 (G, N); None: the middle integer
-    order: Tensor | None = None  #: int64 (K,): the input of each column; None: in order
+    order: Tensor | None = None  #: int64 (K,): the input of each column; None: column i is input i
     #: float32 (G, N), the value of the integer 0, in formats without an integer zero point
     base: Tensor | None = None
 
     def int4(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of an int4 `Linear`, in groups of 64 or 32. Its `zero` is the value of the integer 8."""
+        """The tensors of an int4 `Linear` in groups of 64 or 32. Its zero is the value of the integer 8."""
         size = choose_group_size(self.group_size)
         assert size is not None
         if self.base is not None:
@@ -113,16 +113,16 @@ class StoredLinear:
         if stored is None:
             raise self.refuse(part, "is missing")
         if stored.kind not in kinds:
-            raise self.refuse(part, f"is of the type {stored.kind}, not {' or '.join(kinds)}")
+            raise self.refuse(part, f"has type {stored.kind}, not {' or '.join(kinds)}")
         if shape is not None and stored.shape != shape:
-            raise self.refuse(part, f"is {stored.shape}, but other tensors require {shape}")
+            raise self.refuse(part, f"has shape {stored.shape}; other tensors require {shape}")
         return stored
 
     def expect_matrix(self, part: str, *kinds: str) -> tuple[int, int]:
         """The shape of a tensor with two dimensions. Raises: UnsupportedCheckpoint."""
         shape = self.expect(part, None, *kinds).shape
         if len(shape) != 2 or 0 in shape:
-            raise self.refuse(part, f"is {shape}, not a matrix")
+            raise self.refuse(part, f"has shape {shape}, which is not a matrix")
         return shape[0], shape[1]
 
     def read(self, part: str) -> Tensor:
@@ -133,7 +133,7 @@ class StoredLinear:
 
 
 class Reader(ABC):
-    """One published format, with the settings of one checkpoint."""
+    """Reader of one published format, with the settings of one checkpoint."""
 
     name: str  #: name of the format in messages
     marker: tuple[str, ...]  #: a layer with a tensor of one of these names is quantized
@@ -173,12 +173,12 @@ def read_group_size(config: Fields) -> int:
     """Inputs per group; -1: one group of all inputs. Raises: UnsupportedCheckpoint."""
     size = config.whole("group_size", 128, at_least=-1, at_most=2**20)
     if size == 0:
-        raise config.refuse("group_size", "is 0; give -1 for one group of all inputs")
+        raise config.refuse("group_size", "is 0; set -1 for one group of all inputs")
     return size
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Integers of 4 or 8 bits, the lowest first. Shapes: int32 (N, n); returns uint8 (N, n * 32 / bits)."""
+    """Unpack integers of 4 or 8 bits, lowest bits first. Shapes: int32 (N, n); returns uint8 (N, n * 32 / bits)."""
     octets = words.flatten().view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return octets
@@ -188,7 +188,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 def input_order(linear: StoredLinear, part: str, layout: Layout) -> Tensor | None:
     """The order of the inputs in which groups are contiguous; None if they already are.
 
-    Shapes: returns (K,). Raises: UnsupportedCheckpoint if they do not fill groups of the layout's size.
+    Shapes: returns (K,). Raises: UnsupportedCheckpoint if a group does not have the layout's number of inputs.
     """
     if part not in linear.parts:
         return None
