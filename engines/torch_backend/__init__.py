@@ -1,7 +1,7 @@
 """The PyTorch engine.
 
-Importing the package does not import torch, so that its settings can be listed without it. It lets torchvision be
-imported (see `torchvision_stub`) before transformers or timm import it.
+Importing this package does not import torch, so its settings can be listed without torch. It installs an import hook
+that makes torchvision importable by transformers and timm (see `torchvision_stub`).
 """
 
 import sys
@@ -9,10 +9,10 @@ from importlib.abc import MetaPathFinder
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Applies the stub when torchvision is first imported."""
+    """Import hook that applies the stub on the first import of torchvision."""
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Finds nothing, and removes itself once torchvision is imported."""
+        """Always returns None. For torchvision, first removes this hook and applies the stub."""
         if fullname == "torchvision":
             sys.meta_path.remove(self)
             from engines.torch_backend.multimodal import torchvision_stub  # noqa: PLC0415

@@ -3,7 +3,7 @@
 A step is padded to one of a few batch sizes and copied into the buffers of that size; one launch replays embedding,
 layers, output head and sampling. A copy of the tokens stays on the device, so that the next step can be launched
 before the host has them. A graph is captured when its batch size and kind of sampling first occur. Without a GPU,
-tests run the same function eagerly over the same buffers, and compare it with the path without graphs.
+tests run the same function eagerly over the same buffers, and compare its results with those of steps without graphs.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def runs_graphs(device: torch.device) -> bool:
-    """True on CUDA; tests patch it to run this path on the CPU."""
+    """True on CUDA. Tests patch this function to run the graph path on the CPU."""
     return device.type == "cuda"
 
 
@@ -56,7 +56,7 @@ NO_TOKEN = -1  #: token id of a row whose logits are not finite
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A launched decode step; the next one may read its tokens on the device before the host has them."""
+    """A launched decode step. The next step can read its tokens on the device before the host has them."""
 
     request_ids: list[str]
     token_ids: Tensor  #: on the host, valid after `arrival`. Shape: (B,), padding rows included
@@ -91,7 +91,7 @@ class DecodeBuffers:
         device, num_position_rows = rotary.cos.device, rotary.num_rows
         table_width = -(-len(rotary.cos) // pool.block_size)
         padding_slot = (pool.num_blocks - 1) * pool.block_size
-        # a padding row, in the order of the views below
+        # values of a padding row, in the order of the views below
         self._padding = np.array(
             [[0, padding_slot, -1, 0, 0, 0, vocab_size, -1] + [0] * num_position_rows]
         ).T
@@ -127,7 +127,7 @@ class DecodeBuffers:
         self.sample_params = SampleParams(keys, top_ks, temperatures, top_ps, min_ps)
 
     def fill(self, items: list[ScheduledSequence]) -> None:
-        """Write a step and send it to the device. The step before the last one must be complete."""
+        """Write a step and send it to the device. The second to last step must be complete: its memory is reused."""
         self._hosts.reverse()
         *host_inputs, _ = self._hosts[0]
         integers, floats, tables = (tensor.numpy() for tensor in host_inputs)
@@ -154,7 +154,7 @@ class DecodeBuffers:
             device.copy_(host, non_blocking=True)
 
     def fetch(self, token_ids: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start copying the sampled tokens to the host. Returns the host tensor, and the event of its arrival."""
+        """Start copying the sampled tokens to the host. Returns the host tensor and, on CUDA, the copy's event."""
         host = self._hosts[0][-1]
         host.copy_(token_ids, non_blocking=True)
         if not token_ids.is_cuda:
@@ -169,7 +169,7 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
 class DecodeGraphs:
-    """Captured steps by batch size and kind of sampling."""
+    """CUDA graphs of decode steps, by batch size and kind of sampling."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class DecodeGraphs:
         rotary: RotaryTable,
         max_num_seqs: int,
     ) -> None:
-        """The last block of the pool belongs to no sequence: padding rows write there."""
+        """Padding rows write to the last block of the pool, which belongs to no sequence."""
         self._decoder = decoder
         self._create_attention = ops["paged_attention"]
         self._pool = pool
@@ -213,12 +213,12 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Capture the common graphs, the largest first, because all share its memory. Returns whether this worked."""
+        """Capture the common graphs, the largest first, whose memory all reuse. Returns False if a capture fails."""
         try:
             for size in reversed(self._sizes):
                 for kind in (SamplingKind.GREEDY, SamplingKind.RANDOM):
                     self._compute([], kind, size)
-            for size in (self._sizes[-1], self._sizes[0]):  # a large sort uses another kernel
+            for size in (self._sizes[-1], self._sizes[0]):  # their sorts use different kernels
                 self._compute([], SamplingKind.TRUNCATED, size)
         except Exception as error:  # compilers and drivers raise any type
             logger.warning("steps are not captured in CUDA graphs: %s", str(error)[:500])
@@ -267,23 +267,23 @@ class DecodeGraphs:
         sampled_before = self._sampled.clone()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):  # compiles kernels and lets libraries allocate
+        with torch.cuda.stream(stream):  # this run compiles kernels and lets libraries allocate
             self.step(buffers, kind)
         torch.cuda.current_stream(self._device).wait_stream(stream)
-        self._sampled.copy_(sampled_before)  # restore them for the replay of the same step
+        self._sampled.copy_(sampled_before)  # the replay of this step reads them again
         graph = torch.cuda.CUDAGraph()
-        # another thread may allocate meanwhile, to load an adapter
+        # another thread can allocate memory during the capture, to load an adapter
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             logits, token_ids = self.step(buffers, kind)
         self._memory = graph.pool()
         if kind is not SamplingKind.GREEDY:
-            logits = logits.new_empty(0)  # not needed: the next graph reuses their memory
+            logits = logits.new_empty(0)  # not needed; frees their memory for the next graph
         self.captured[size, kind] = graph, logits, token_ids
         return graph, logits, token_ids
 
 
 def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """The sizes to which a batch is padded: at most 7 padding rows, or less than half."""
+    """Batch sizes to which steps are padded: at most 7 padding rows, and fewer than half of the rows."""
     small = [size for size in (1, 2, 4) if size < max_num_seqs]
     return (*small, *range(8, max_num_seqs, 8), max_num_seqs)
 

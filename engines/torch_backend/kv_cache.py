@@ -1,9 +1,9 @@
 """The paged KV cache: block pools and their size.
 
-Owned by the runner, used by attention; the scheduler assigns blocks to sequences.
+The runner owns the pools, attention reads and writes them, and the scheduler assigns blocks to sequences.
 
-Shape letters: K key/value heads, D head width. A block has `block_size` slots of one token each; slot `block *
-block_size + offset`. Units: bytes, tokens, blocks.
+Shape letters: K key/value heads, D head width. A block has `block_size` slots of one token each; a slot's number is
+`block * block_size + offset`. Units: bytes, tokens, blocks.
 """
 
 import math
@@ -34,10 +34,10 @@ def plan_kv_cache(
     device_type: str,
     shapes: Sequence[KVShape],
 ) -> tuple[int, int]:
-    """Number of blocks of each pool, and the longest sequence that fits.
+    """Number of blocks of each pool, and the maximum sequence length.
 
-    The blocks are as many as set, else for a full batch, within free memory. If `max_model_len` is not set, it is
-    lowered to what fits. Raises: EngineStartError, with the numbers.
+    `num_kv_blocks` or `kv_cache_bytes` sets the number of blocks; the default holds a full batch, if memory is enough.
+    If `max_model_len` is not set, the blocks limit the length. Raises: EngineStartError, with the numbers.
     """
     if (engine.max_model_len or 0) > text.max_position_embeddings:
         raise EngineStartError(
@@ -57,13 +57,13 @@ def plan_kv_cache(
     if num_blocks * block_bytes > free_bytes:
         raise EngineStartError(
             f"{num_blocks} KV blocks of {block_bytes} bytes need {num_blocks * block_bytes} bytes, but "
-            f"{free_bytes} bytes are free. Lower kv_cache_bytes, or do not set it."
+            f"{free_bytes} bytes are free. Lower kv_cache_bytes, or leave it unset."
         )
     max_model_len = min(wanted_len, num_blocks * engine.block_size)
     if max_model_len < 2 or (engine.max_model_len is not None and max_model_len < wanted_len):
         raise EngineStartError(
-            f"one sequence of {wanted_len} tokens needs {blocks_per_sequence} KV blocks of {block_bytes} "
-            f"bytes, {blocks_per_sequence * block_bytes} bytes; memory is enough for {num_blocks} blocks "
+            f"one sequence of {wanted_len} tokens needs {blocks_per_sequence} KV blocks "
+            f"({blocks_per_sequence * block_bytes} bytes), but the KV cache has {num_blocks} blocks "
             f"({num_blocks * engine.block_size} tokens). Lower max_model_len or raise kv_cache_bytes."
         )
     return num_blocks, max_model_len
@@ -87,7 +87,7 @@ class KVCachePool:
         sizes = (shape.num_layers, 2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
         #: Shapes: (layers, 2, blocks, block_size, K, D)
         self.data = torch.empty(sizes, dtype=dtype, device=device)
-        # views that every step needs for every layer
+        # created once, because every step needs these views of every layer
         self._blocks = [(layer[0], layer[1]) for layer in self.data]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._blocks]
 

@@ -1,7 +1,7 @@
-"""LoRA adapters, and steps in which each sequence may have another adapter.
+"""LoRA adapters, and steps in which each sequence can use a different adapter.
 
-A step without adapters runs as if there were none: deltas are attached for one step. Each adapted linear layer must
-add its delta exactly once, or the step fails: this detects models that compute a layer by an unknown path.
+Deltas are attached for one step, so steps without adapters have no overhead. A step fails unless each adapted linear
+layer adds its delta exactly once. This check detects models that compute a layer by an unknown path.
 
 Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rsLoRA); peft's `LoraConfig`.
 
@@ -33,7 +33,7 @@ from engines.torch_backend.step import StepInputs
 if TYPE_CHECKING:
     from engines.torch_backend.models.registry import FamilyModel
 
-#: Parts of the path to the decoder in checkpoints. Others lead to a tower, a projector or a head.
+#: Components of the decoder's path in checkpoints. Any other component leads to a tower, a projector or a head.
 _DECODER_WORDS = frozenset({"model", "language_model", "text_model", "decoder", "transformer"})
 _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 
@@ -52,7 +52,7 @@ def read_peft(directory: Path, limits: AdapterLimits) -> tuple[str, dict[str, Lo
     try:
         weights = safetensors.torch.load(files.weights)
         return files.digest, _pair(weights, files.config, limits)
-    except UnsupportedCheckpoint as error:  # names the field
+    except UnsupportedCheckpoint as error:  # its message names the field
         raise BadAdapter(str(error)) from None
     except (SafetensorError, KeyError, ValueError) as error:
         raise BadAdapter(f"{WEIGHTS_FILE} is damaged: {error}") from None
@@ -80,8 +80,8 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
         expected = _pattern(config, "rank_pattern", module) or config.get("r", rank)
         if rank != expected or rank > limits.max_rank:
             raise BadAdapter(
-                f"{shown(module)} has rank {rank}, but {CONFIG_FILE} has {shown(expected)}, and the "
-                f"maximum is {limits.max_rank} (VLM_LIMITS__MAX_LORA_RANK)"
+                f"{shown(module)} has rank {rank}; it must be the rank in {CONFIG_FILE}, {shown(expected)}, "
+                f"and at most {limits.max_rank} (VLM_LIMITS__MAX_LORA_RANK)"
             )
         alpha = _pattern(config, "alpha_pattern", module) or config.get("lora_alpha", 8)
         alpha = config.check_number("lora_alpha", alpha, 0, MAX_ALPHA)
@@ -91,12 +91,12 @@ def _pair(weights: dict[str, Tensor], config: Fields, limits: AdapterLimits) -> 
 
 
 def _pattern(config: Fields, name: str, module: str) -> object:
-    """The value for a module, if a key matches: a suffix of its name or a regular expression, as in peft."""
+    """The value for a module; None if no key matches. As in peft, keys are regular expressions or name suffixes."""
     for key, value in config.section(name).values.items():
         try:
             matches = re.fullmatch(rf"(.*\.)?({key})", module)
         except re.error:
-            raise config.refuse(name, f"has the key {shown(key)}, which is not a pattern") from None
+            raise config.refuse(name, f"has the invalid pattern {shown(key)} as a key") from None
         if matches:
             return value
     return None
@@ -127,7 +127,7 @@ class Change:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LoraAdapter(Adapter):
-    names: frozenset[str]  #: of the linear layers that it changes, within the decoder's layers
+    names: frozenset[str]  #: adapted linear layers, relative to the decoder's layers
     changes: dict[tuple[str, ...], Change]  #: by the names of linear layers that run as one
 
 
@@ -142,7 +142,7 @@ class Site:
 
 class Loras:
     def __init__(self, model: "FamilyModel", dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype`: of the adapters' matrices."""
+        """`dtype`: element type of the adapters' matrices."""
         self._dtype, self._device = dtype, device
         path, layers = model.decoder_layers()
         self._path = path.split(".")
@@ -171,7 +171,7 @@ class Loras:
         for module, rows in places.items():
             if rows.keys() & stored.keys():
                 raise BadAdapter(
-                    "the adapter changes a linear layer twice, under an old and a new name or as a part of another"
+                    "the adapter changes a linear layer twice: under two names, or alone and in a joined layer"
                 )
             change = deltas[module]
             self._check(module, list(rows), change)
@@ -183,13 +183,13 @@ class Loras:
             pairs = {name: self._place(change) for name, change in stored.items()}
             changes = self._join(pairs)
         except RuntimeError as error:
-            raise BadAdapter(f"the adapter does not fit the memory of {self._device}") from error
+            raise BadAdapter(f"the adapter does not fit into {self._device}'s memory") from error
         num_bytes = sum(matrix.nbytes for pair in pairs.values() for matrix in pair)
         rank = max(len(up) for _, up in pairs.values())
         return LoraAdapter(digest, rank, num_bytes, names=frozenset(pairs), changes=changes)
 
     def _name(self, module: str) -> str:
-        """The name within the layers; empty if the module is not in the decoder."""
+        """The module's name relative to the decoder's layers; empty if the module is not in the decoder."""
         head, _, name = module.partition(f".{self._path[-1]}.")
         is_decoder = set(head.split(".")) <= _DECODER_WORDS | set(self._path)
         return name if is_decoder else ""
@@ -200,7 +200,7 @@ class Loras:
         shape = sum(self._shapes[name][0] for name in names), self._shapes[names[0]][1]
         if found != shape:
             raise BadAdapter(
-                f"the adapter's {module} is {found}, but the model's is {shape}: use the adapter's base model"
+                f"the adapter's {module} has shape {found}, but the model's has {shape}; use the adapter's base model"
             )
         for matrix in (stored.down, stored.up):
             if not matrix.to(self._dtype).isfinite().all():
@@ -214,7 +214,7 @@ class Loras:
         return down.contiguous(), up.contiguous()
 
     def _join(self, pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[tuple[str, ...], Change]:
-        """The changes of all sites. The first matrices of layers that run as one are joined, for one product."""
+        """The changes of all sites. The `down` matrices of layers that run as one are joined, for one product."""
         changes: dict[tuple[str, ...], Change] = {}
         for site in self._sites:
             parts: dict[str, Part] = {}
@@ -309,12 +309,12 @@ class _AdaptedRows:
     def _failure(self, name: str) -> SequenceFailure:
         return SequenceFailure(
             self._request_id,
-            f"the adapter changes {name}, which this model does not compute once per token: merge the adapter",
+            f"the adapter changes {name}, which this model does not compute once per token; merge it into the model",
         )
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """Groups of a decoder's layers, without experts (of some tokens only) and stateful layers (of one sequence)."""
+    """Adaptable groups of a decoder, without experts (they get some tokens) and stateful layers (one sequence)."""
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():

@@ -30,6 +30,6 @@ def _available_in_container() -> int:
     """Free bytes in the control group (version 2); without a limit, more than any machine has."""
     try:
         limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
-    except (OSError, ValueError):  # no group, or `max`
+    except (OSError, ValueError):  # no control group, or no limit ("max")
         return 1 << 62
     return max(0, limit - used)

@@ -1,6 +1,6 @@
 """The torch `ModelRunner`: encodes images, runs the decoder over the paged KV cache, and samples tokens.
 
-Called by the engine thread only. The scheduler has chosen the tokens and blocks of a step.
+Only the engine thread calls the runner. The scheduler chooses the tokens and blocks of each step.
 """
 
 from contextlib import nullcontext
@@ -57,8 +57,8 @@ class TorchRunner:
     ) -> None:
         """Allocate caches for a loaded model.
 
-        `ops`: the CPU operators that the model was loaded for; None on a GPU. `free_before_load`: bytes that were free
-        before the weights were loaded, because the system counts pages of mapped weights as free.
+        `ops`: the CPU operators that the model was loaded for; None on a GPU. `free_before_load`: free bytes before the
+        weights were loaded; needed because the system counts pages of mapped weights as free.
         Raises: EngineStartError if memory is too small, or the context is longer than the model's own.
         """
         if device.index:
@@ -114,7 +114,7 @@ class TorchRunner:
         decoder, disabled = self.model.language_model, config.disabled_ops
         site = Site(self.device, self._dtype, decoder.text, self.block_size, joins=True)
         self.ops = choose(site, disabled)
-        # The reference attention copies every context: a graph would not help.
+        # The reference attention copies every context, so a graph would not help.
         has_kernel = self.ops.uses("paged_attention") or self.device.type == "cpu"
         if CUDA_GRAPH not in disabled and has_kernel:
             self.graphs = DecodeGraphs(
@@ -123,7 +123,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> RunningStep:
-        """Start a step, which ends before this returns unless it runs in a CUDA graph. Raises: as the interface."""
+        """Start a step; outside CUDA graphs, it is complete on return. Raises: see `ModelRunner.launch`."""
         try:
             return self._launch(batch)
         except RuntimeError as error:
@@ -182,7 +182,7 @@ class TorchRunner:
             "warm-up", [0] * num_tokens, num_tokens, SamplingParams(temperature=0), images
         )
         sequence.block_ids = list(range(num_blocks))
-        # First: this finds graphs that cannot be captured.
+        # Graphs come first, because they are disabled if they cannot be captured.
         if self.graphs is not None and not self.graphs.warm_up():
             self.graphs = None
         for _ in range(2):
@@ -202,7 +202,7 @@ class TorchRunner:
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
-        # Only tokens of graphs stay on the device, and the sampler needs all earlier ones.
+        # A graph reads tokens on the device, where this step leaves none. Penalties and masks need all earlier tokens.
         can_be_followed = not self.runs_async and not (
             result.num_computed or any(needs_host(item.sequence) for item in items)
         )
@@ -220,7 +220,7 @@ class TorchRunner:
         sequences = _to_rows(ordered)
         sampling = [place for place, item in enumerate(ordered) if item.samples]
         rows: list[int] = []
-        row_of: dict[int, int] = {}  # index of a sequence: row of its next token, before its drafts
+        row_of: dict[int, int] = {}  # by sequence: the row of its next token, before its drafts
         for place in sampling:
             row_of[place] = len(rows)
             stop = sequences[place].stop
@@ -259,7 +259,7 @@ class TorchRunner:
     def _logits(
         self, items: list[ScheduledSequence], sequences: list[SequenceRows], rows: list[int]
     ) -> Tensor:
-        """Logits of new tokens of these rows. Shapes: returns (rows, vocabulary)."""
+        """Logits of these rows of the step. Shapes: returns (rows, vocabulary)."""
         if self.model.state_bytes_per_sequence:
             self._free_states(items)
         token_ids: list[int] = []
@@ -293,7 +293,7 @@ class TorchRunner:
             embeddings = self.model.embed(inputs.token_ids, inputs.images)
             rotation = self._rotary.at_all(inputs.positions)
             attend = self.ops["paged_attention"](decoder.text.num_heads, pool, inputs, rotation)
-            hidden = decoder(embeddings, attend, rows or [0])  # operators expect a row
+            hidden = decoder(embeddings, attend, rows or [0])  # operators need at least one row
             return decoder.logits(hidden) if rows else hidden
 
     def _free_states(self, items: list[ScheduledSequence]) -> None:

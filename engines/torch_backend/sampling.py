@@ -62,7 +62,7 @@ def sample(
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
-    """Scores with bias and penalties; `logits` itself if no request has any. Shapes: (B, V), kept."""
+    """Logits after all adjustments; `logits` itself if no sequence needs one. Shapes: (B, V), kept."""
     scores = logits
     for is_asked, adjust in _ADJUSTMENTS:
         rows = [row for row, each in enumerate(sequences) if is_asked(each, positions[row])]
@@ -87,7 +87,7 @@ def _forbid_end(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> T
     return scores
 
 
-#: For each value of a byte, which bits are 0, the lowest bit first.
+#: (256, 8): True for each bit that is 0 in a byte's value, the lowest bit first.
 _FORBIDDEN = ~torch.from_numpy(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
 )
@@ -113,7 +113,7 @@ def _add_bias(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
 
 
 def needs_host(sequence: Sequence) -> bool:
-    """Whether sampling needs the host: for earlier tokens, or for log probabilities."""
+    """Whether sampling needs the host, because it adjusts logits or returns log probabilities."""
     is_adjusted = any(is_asked(sequence, 0) for is_asked, _ in _ADJUSTMENTS)
     return is_adjusted or sequence.sampling.num_logprobs is not None
 
@@ -125,7 +125,7 @@ def _has_penalty(sampling: SamplingParams) -> bool:
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence count the output alone."""
+    """Apply penalties: repetition (Keskar et al. 2019) counts prompt and output, the others the output only."""
     parts = []
     for sequence in (sequences[row] for row in rows):
         if sequence.token_counts is None:
@@ -142,7 +142,7 @@ def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Ten
     return scores
 
 
-#: In order: whether a sequence asks for it at an output position, and the function, which changes scores in place.
+#: In order of application: a predicate of sequence and output position, and a function that changes scores in place.
 _ADJUSTMENTS: tuple[tuple[Callable[[Sequence, int], Any], Callable[..., Tensor]], ...] = (
     (lambda sequence, _: sequence.sampling.logit_bias, _add_bias),
     (lambda sequence, _: _has_penalty(sequence.sampling), _penalise),
@@ -170,7 +170,7 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
 def _logprobs(
     scores: Tensor, token_ids: list[int], count: int
 ) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
-    """By row, the log probability of its token, and its most likely tokens with theirs. Shapes: scores (B, V)."""
+    """Log probabilities of each row's token, and its `count` most likely tokens with theirs. Shapes: scores (B, V)."""
     totals = scores.logsumexp(-1, keepdim=True)
     values = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
     top = scores.topk(min(count, scores.shape[1]), dim=-1)
@@ -220,7 +220,7 @@ _TAIL = 64  #: more tokens than one step can withdraw
 
 
 class TokenCounts:
-    """Distinct tokens of one sequence, and how often each occurs.
+    """Distinct tokens of one sequence, and their counts.
 
     A step costs one update for each new or withdrawn token. A withdrawn token keeps its row, with no-op values.
     """
@@ -235,7 +235,7 @@ class TokenCounts:
         self._outputs = array("q", [outputs[token_id] for token_id in totals])
 
     def follow(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids, the divisors of their scores, and the amounts to subtract. Shapes: (distinct,) each."""
+        """Update the counts. Returns token ids, divisors of their scores, amounts to subtract. Shapes: (distinct,)."""
         token_ids, noted = sequence.token_ids, self._noted
         while noted[-_TAIL:] != token_ids[max(0, len(noted) - _TAIL) : len(noted)]:
             token_id = noted.pop()
@@ -310,9 +310,9 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-#: number of best tokens that are sorted first for `top_p`; all are sorted if these do not reach it
+#: number of best tokens that are sorted first for `top_p`; all tokens are sorted if their sum does not reach it
 NUCLEUS_WIDTH = 256
-#: lower temperatures are greedy in effect, and may be 0 in float32
+#: lower temperatures are greedy in effect, and can round to 0 in float32
 LEAST_TEMPERATURE = 1e-6
 
 
@@ -332,7 +332,7 @@ class SampleParams:
         vocab_size: int,
         device: torch.device,
     ) -> "SampleParams":
-        """`positions`: of the tokens to sample, counted from the first output token."""
+        """`positions`: output positions of the tokens to sample; 0 is the first output token."""
         rows = [row_of(p, i, vocab_size) for p, i in zip(params, positions, strict=True)]
         columns = list(zip(*rows, strict=True))
         integers, numbers = (torch.tensor(x).to(device) for x in (columns[:2], columns[2:]))
@@ -349,7 +349,7 @@ def row_of(
 
 
 def is_truncated(params: SamplingParams) -> bool:
-    """Whether any token may be excluded."""
+    """Whether `top_k`, `top_p` or `min_p` can exclude tokens."""
     return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
 
 
@@ -358,8 +358,8 @@ def sample_random(
 ) -> Tensor:
     """Sample a token per row. Shapes: (B, V); returns (B,).
 
-    `truncated`: whether any row excludes tokens; `is_exact`: always sort complete rows, which CUDA graphs need,
-    instead of checking whether a part is enough.
+    `truncated`: whether any row excludes tokens. `is_exact`: always sort complete rows, as CUDA graphs require,
+    instead of the `NUCLEUS_WIDTH` best tokens first.
     """
     # shift the best to 0 first, so that a tiny temperature cannot overflow a score
     scores = (scores - scores.amax(-1, keepdim=True)) / params.temperatures.unsqueeze(1)
@@ -389,7 +389,7 @@ def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> T
 def _threshold_among(
     scores: Tensor, width: int, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Threshold and the kept of the `width` best. Shapes: (B, V), limits (B, 1); returns (B,) and (B, width)."""
+    """Score threshold; mask of the `width` best tokens. Shapes: (B, V), limits (B, 1); returns (B,), (B, width)."""
     vocab_size = scores.shape[1]
     ordered = scores.topk(width, dim=-1).values
     kept = torch.arange(width, device=scores.device) < top_k

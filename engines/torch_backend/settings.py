@@ -24,8 +24,8 @@ class TorchSettings(BatchingSettings):
     """CPU threads of each process of the engine; 0: one for a small model, else one per processor that the
     container may use, or fewer if a measurement at startup shows that fewer are faster."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory of the machine, in bytes, that weights and caches may use; caches are sized to fit. 0: no limit
-    but free memory."""
+    """Maximum host memory, in bytes, for weights and caches; caches are sized to fit. 0: limited by free memory
+    only."""
     disabled_ops: tuple[str, ...] = ()
     """Optimized code to disable, comma separated: an operator (`gate`), one implementation
     (`linear_int8.triton`), all of a kind (`cpu`, `triton`), or `cuda_graph`."""
@@ -37,7 +37,7 @@ class TorchSettings(BatchingSettings):
     1048576, about 30 s on two fast cores for a tower of 32 layers; on a GPU the processor's own limit."""
     generation_config: str = "auto"
     """Default sampling parameters of requests: `auto` (those of the model's `generation_config.json`),
-    `none` (OpenAI's defaults), or a folder with another such file."""
+    `none` (OpenAI's defaults), or a folder with another `generation_config.json`."""
     reasoning: Literal[
         "auto", "none", "think", "mistral", "kimi", "seed", "cohere", "gemma", "harmony"
     ] = "auto"

@@ -67,13 +67,13 @@ class StepInputs:
     positions: Tensor  #: (N,), or (R, N)
     indices: Tensor  #: (N,), index of each token in its sequence
     slots: Tensor  #: (N,), KV cache slots of the new keys and values
-    block_tables: Tensor  #: (S, W), int32; short rows repeat the sequence's first block
+    block_tables: Tensor  #: (S, W), int32; shorter rows are padded with the sequence's first block
     row_offsets: Tensor  #: (S + 1,)
     lengths: Tensor  #: (S,), tokens of each context
     sampled_rows: list[int] = field(default_factory=list)  #: rows whose logits are needed
     images: list[ImageSlots] = field(default_factory=list)
     bidirectional: list[BidirectionalSpan] = field(default_factory=list)
-    adapters: Sequence[Any] = ()  #: by sequence, or None; empty without adapters
+    adapters: Sequence[Any] = ()  #: adapter or None of each sequence; empty if no sequence has one
 
     @classmethod
     def create(

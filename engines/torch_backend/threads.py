@@ -29,7 +29,7 @@ _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
 _HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
 _MAX_AGE_S = 86_400.0  #: of a measurement
-_BUSY = 0.05  #: part of a measurement in which a thread waited for a processor
+_BUSY = 0.05  #: a larger ratio of time that threads wait for a processor means a busy machine
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 OWN_THREADS = Path("/proc/self/task")
@@ -38,8 +38,8 @@ OWN_THREADS = Path("/proc/self/task")
 def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None:
     """Set torch's number of threads.
 
-    0 on a CPU, unless OMP_NUM_THREADS is set: one for a small model, else torch's choice within the container's
-    share of the processors. Threads beyond the share would be descheduled in the middle of an operation.
+    `asked` 0 on a CPU, unless OMP_NUM_THREADS is set, means one thread for a small model, else torch's default within
+    the container's CPU limit. More threads would be descheduled in the middle of an operation.
     """
     if asked == 0 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         present, share = torch.get_num_threads(), cpu_share()
@@ -55,8 +55,8 @@ def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None
 def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None) -> None:
     """Use fewer threads than `set_num_threads` chose if steps are faster with them.
 
-    Hyperthreads, or cores of another socket, may slow a step down. Measured once for a `shape` of model and stored
-    with the `library`; without one, at each start. A measurement on a busy machine is not used.
+    Hyperthreads, or cores of another socket, can slow a step down. Steps are timed once for each `shape` of model, and
+    the times are stored next to the `library`; without one, at each start. Times of a busy machine are not used.
     """
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:
@@ -68,7 +68,7 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
     chosen = decide(times)
     torch.set_num_threads(chosen)
     logger.info(
-        "%d threads: ms of one token and of a prompt's %d by threads: %s",
+        "%d threads: milliseconds for one token and for a prompt of %d tokens, by number of threads: %s",
         chosen,
         _PROMPT_TOKENS,
         "; ".join(f"{n}: {1e3 * a:.1f}, {1e3 * b:.1f}" for n, (a, b) in sorted(times.items())),
@@ -105,7 +105,7 @@ def _recall(runner: ModelRunner, most: int, shape: str, library: Library) -> Ste
         if found is None:
             return None
         scratch = file.with_suffix(f".{os.getpid()}")
-        with suppress(OSError):  # a result that cannot be stored is used all the same
+        with suppress(OSError):  # a measurement that cannot be stored is still used
             scratch.write_text(json.dumps(found), encoding="utf-8")
             scratch.replace(file)
     return found
@@ -122,7 +122,7 @@ def _read_fresh(file: Path) -> StepTimes | None:
 
 
 def _time_steps(runner: ModelRunner, most: int) -> StepTimes | None:
-    """Best of several rounds, halving the number of threads until that is clearly slower; None on a busy machine."""
+    """The shortest times of all rounds, which halve the threads until steps are clearly slower. None if busy."""
     trial, times = Trial(runner), dict[int, tuple[float, float]]()
     began, waited_s = time.monotonic(), _waited_s()
     chunk = min(_PROMPT_TOKENS, trial.longest_chunk)
@@ -160,7 +160,7 @@ def cpu_share() -> float:
             continue
         root = CGROUP if is_unified else CGROUP / "cpu"
         folder = root / own.strip("/")
-        for each in (folder, *folder.parents):  # in a container its own group is the root
+        for each in (folder, *folder.parents):  # a container sees its own group as the root
             if not each.is_relative_to(root):
                 break
             shares.append(_share_of(each))

@@ -1,7 +1,7 @@
 """Linear layers and the formats of their weights: floats, int8 per output channel, int4 per group of inputs.
 
-A `Linear` holds tensors; its `LinearMethod` knows their names and their arithmetic, and quantizes a float weight.
-The reference dequantizes a few outputs at a time; the kernels are in `ops.linear`.
+A `Linear` holds tensors. Its `LinearMethod` defines their names and arithmetic, and quantizes a float weight.
+The reference implementation dequantizes a few outputs at a time; the kernels are in `ops.linear`.
 
 Shape letters: M tokens, K inputs, N outputs, G groups of inputs.
 """
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-#: The output dimension of each tensor of a layer.
+#: Index of the output dimension of each tensor of a layer.
 OUTPUT_DIMS = {"weight": 0, "bias": 0, "integers": 0, "scale": 0, "pairs": 0, "scale_zero": 1}
 STRIP_WEIGHTS = 1 << 21  #: weights converted to the inputs' dtype at a time: eight MB in float32
-#: Weights dequantized at a time: two MB in float32, which the CPU's cache holds until the product.
+#: Weights dequantized at a time: two MB in float32, which stay in the CPU's cache until they are multiplied.
 CHUNK_WEIGHTS = 1 << 19
 GROUP_SIZES = (64, 32)
 _QUANTIZE_WEIGHTS = 1 << 18  # weights quantized at a time, to bound temporary memory
 
-#: Whether a layer may be quantized: by the model's scheme, or to int8 if a kernel reads it and the model is
-#: quantized.
+#: Whether a layer can be quantized: no; by the model's scheme; or to int8, if the model is quantized and a kernel
+#: reads int8.
 Quantizable = Literal["no", "scheme", "int8"]
 
 
@@ -44,9 +44,9 @@ class Linear(nn.Linear):
         self.quantizable: Quantizable = quantizable
         self.method: LinearMethod = FLOAT
         self.group_size = 0  #: inputs per scale of int4 weights
-        #: runs this layer by an operator, once it is bound; None: `method` runs it
+        #: `LinearGroup` that runs this layer by an operator once it is bound; None: `method` runs the layer
         self.group: Any = None
-        #: the input of each column, if the inputs of a group are not adjacent
+        #: (K,) the input of each column, if the inputs of a quantization group are not adjacent
         self.register_buffer("order", None, persistent=False)
 
     def hold(
@@ -80,9 +80,9 @@ class Linear(nn.Linear):
 
 
 class LinearMethod(ABC):
-    """A format of weights and its arithmetic. Compared by identity."""
+    """A weight format and its arithmetic. Instances are compared by identity."""
 
-    op: str  #: the operator of such weights
+    op: str  #: name of the operator that multiplies by weights of this format
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LinearMethod":
         return self
@@ -97,7 +97,7 @@ class LinearMethod(ABC):
 
 
 class FloatMethod(LinearMethod):
-    """Floats in their stored type, which may differ from that of the inputs."""
+    """Float weights in their stored dtype, which can differ from the dtype of the inputs."""
 
     op = "linear_float"
 
@@ -118,13 +118,13 @@ class FloatMethod(LinearMethod):
 
 
 class QuantizedMethod(LinearMethod):
-    """Integers instead of floats."""
+    """Integer weights with scales."""
 
-    name: str  #: in the command line and in checkpoints
+    name: str  #: value of the setting `quantization`
 
     @abstractmethod
     def create(self, layer: Linear, dtype: torch.dtype, group_size: int | None = None) -> None:
-        """Give a layer undefined tensors, with scales of `dtype`."""
+        """Replace a layer's weight by meta tensors of this format, with scales of `dtype`."""
 
     @abstractmethod
     def _dequantize_rows(self, layer: Linear, start: int, stop: int) -> Tensor: ...
@@ -138,7 +138,7 @@ class QuantizedMethod(LinearMethod):
         return True
 
     def group_size_of(self, layer: Linear) -> int:
-        """Inputs per scale; 0 for all."""
+        """Inputs per scale; 0: one scale for all inputs."""
         return 0
 
     def num_bytes(
@@ -176,7 +176,7 @@ class QuantizedMethod(LinearMethod):
 
 
 class Int8Method(QuantizedMethod):
-    """Symmetric, one scale per output channel. Shapes: integers (N, K), scale (N,)."""
+    """Symmetric int8 with one scale per output channel. Shapes: integers (N, K), scale (N,)."""
 
     name, op = "int8", "linear_int8"
 
@@ -198,9 +198,9 @@ class Int8Method(QuantizedMethod):
 
 
 class Int4Method(QuantizedMethod):
-    """Asymmetric, a scale and a zero per output channel and group of inputs: (integer - 8) * scale + zero.
+    """Asymmetric int4 with a scale and a zero per output channel and group: (integer - 8) * scale + zero.
 
-    Shapes: pairs (N, K / 2), in each byte the inputs i and i + half of a group; scale_zero (G, N, 2).
+    Shapes: pairs (N, K / 2), each byte holds the inputs i and i + half of a group; scale_zero (G, N, 2).
     """
 
     name, op = "int4", "linear_int4"
@@ -260,7 +260,7 @@ def empty_linear(num_inputs: int, num_outputs: int, bias: bool = False) -> Linea
 
 
 def method_of(layer: nn.Module) -> LinearMethod:
-    """The method of a layer, also of a layer of transformers or a tied embedding."""
+    """The method of a `Linear`; `FLOAT` for layers of transformers and tied embeddings."""
     return getattr(layer, "method", FLOAT)
 
 
@@ -277,7 +277,7 @@ def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear
 
 
 def choose_group_size(num_inputs: int) -> int | None:
-    """The number of inputs per scale; None if no group size divides them."""
+    """The largest group size that divides the inputs; None if no group size does."""
     return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
 
 

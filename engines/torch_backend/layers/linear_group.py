@@ -1,6 +1,6 @@
 """Linear layers with a common input, computed as one matrix product with the operations before and after it.
 
-Unbound, a group runs plain torch; `bind` selects the operators of a device.
+A group runs plain torch until `bind` selects the operators of a device.
 
 Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
@@ -19,7 +19,7 @@ from engines.torch_backend.ops.add_norm.reference import AddNorm, add_norm
 from engines.torch_backend.ops.linear.reference import LinearKernel, Prologue, ReferenceKernel
 from engines.torch_backend.ops.registry import Ops
 
-#: Adds to a product in place, given its inputs. Shapes: (M, N), (M, K).
+#: Function of a product and its inputs that adds to the product in place. Shapes: (M, N), (M, K).
 Delta = Callable[[Tensor, Tensor], None]
 
 
@@ -31,10 +31,10 @@ class VocabEmbedding(nn.Embedding):
 
 @dataclass(eq=False)
 class Stream:
-    """The residual stream. The output of a layer is added by the next norm, in the same pass if possible."""
+    """The residual stream. The next norm adds the output of a layer, in the same pass if possible."""
 
     _x: Tensor  #: (M, C)
-    is_own: bool = False  #: whether x has no other reader and may be changed in place
+    is_own: bool = False  #: whether `_x` has no other reader and can be changed in place
     _delta: Tensor | None = None
 
     def add(self, delta: Tensor) -> None:
@@ -42,7 +42,7 @@ class Stream:
         self._x, self._delta = self.tensor(), delta
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these."""
+        """Keep only these rows."""
         self._x, self.is_own = self.tensor()[rows], True
 
     def tensor(self) -> Tensor:
@@ -68,7 +68,7 @@ class LinearGroup:
         self._before, self._after = before, after
         self._ops: Ops | None = None
         self._dtype: torch.dtype | None = None
-        self._order: Tensor | None = None  #: of the kernel's inputs
+        self._order: Tensor | None = None  #: permutation of the kernel's inputs
         self._reference: LinearKernel = ReferenceKernel(layers)
         self.delta: Delta | None = None  #: added to every product
         self.kernel: LinearKernel = self._reference
@@ -80,7 +80,7 @@ class LinearGroup:
         return is_alone and (self.kernel.fuses_prologue or not self._before)
 
     def computes(self, num_tokens: int) -> bool:
-        """Whether the kernel is used for so many tokens, instead of torch."""
+        """Whether the kernel, not torch, computes a call with this number of tokens."""
         return num_tokens <= self.kernel.max_tokens
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
@@ -97,7 +97,7 @@ class LinearGroup:
         inputs = self._prepare(x, kernel)
         is_ordered = self._order is None or kernel is self._reference
         given = inputs if is_ordered else inputs[:, self._order]
-        if kernel is not self._reference:  # products of torch are in the engine's precision
+        if kernel is not self._reference:  # torch multiplies in the engine's precision
             given = given.to(self._dtype or given.dtype)
         is_alone = kernel.adds and self._after is None
         target = add_to.tensor() if add_to is not None and is_alone else None
@@ -113,8 +113,8 @@ class LinearGroup:
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Like a call, but in the dtype of x and divisible into parts. Shapes: (..., K); returns (..., N)."""
-        # a function mode that splits operations and cannot see our kernels
+        """Call the group for any leading dimensions, in the dtype of x. Shapes: (..., K); returns (..., N)."""
+        # an active function mode splits the whole call, because it cannot split operations inside our kernels
         if has_torch_function((x,)):
             return handle_torch_function(self._forward, (x,), x)
         return self._forward(x)
@@ -126,7 +126,7 @@ class LinearGroup:
         return self(rows).to(x.dtype).unflatten(0, x.shape[:-1])
 
     def _bind_kernel(self, ops: Ops, dtype: torch.dtype) -> LinearKernel | None:
-        """Bind the operator's kernel. With one input order, inputs are permuted once, before a norm or gate."""
+        """Bind the operator's kernel; None if it cannot run all layers. Inputs are permuted before a norm or gate."""
         self._order = None
         kinds = {(method_of(each).op, getattr(each, "group_size", 0)) for each in self.layers}
         if len(kinds) > 1:
@@ -145,7 +145,7 @@ class LinearGroup:
                 before = replace(before, norm=norm)
         [(op, _)] = kinds
         kernel: LinearKernel | None = ops[op](self.layers, before, dtype)
-        if kernel is None or isinstance(kernel, ReferenceKernel):  # which applies orders itself
+        if kernel is None or isinstance(kernel, ReferenceKernel):  # permutes inputs itself
             return None
         if order is not None:
             is_gated = kernel.fuses_prologue and before.gate is not None

@@ -1,4 +1,4 @@
-"""Norms."""
+"""Normalisation layers that compute in the dtype of their input."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """In the precision of x. Shapes: (N, C), kept."""
+        """Shapes: (N, C), kept."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
