@@ -11,7 +11,7 @@ MAX_IMAGE_SIZE = 2048
 
 @dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """A CLIP vision tower. Units: pixels for `image_size` and `patch_size`, channels for sizes."""
+    """A CLIP vision tower. Units: pixels for `image_size` and `patch_size`, channels for other sizes."""
 
     hidden_size: int
     intermediate_size: int
@@ -30,7 +30,7 @@ class VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Rotary frequencies' scaling: `linear` (factor) or `llama3` (all four)."""
+    """Scaling of rotary frequencies. `linear` uses `factor`, `llama3` uses all four numbers."""
 
     kind: Literal["linear", "llama3"]
     factor: float
@@ -40,12 +40,12 @@ class RopeScaling:
 
 
 class BeyondOurProgram(UnsupportedCheckpoint):
-    """A valid checkpoint that this project's own decoder cannot compute; transformers may."""
+    """A valid checkpoint that this project's decoder cannot compute. Transformers may be able to compute it."""
 
 
 @dataclass(frozen=True)
 class TextLimits:
-    """Properties of any decoder that the engine needs."""
+    """Properties that the engine needs of every decoder."""
 
     vocab_size: int
     max_position_embeddings: int

@@ -24,7 +24,7 @@ from engines.torch_backend.models.config import (
 
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16)}
 _TEXT_KINDS = ("llama", "mistral", "qwen2")
-#: Limits of integer fields, several times the largest published values, in any section.
+#: Maximum values of integer fields in any section, several times the largest published ones.
 MAX_WHOLE = {
     "hidden_size": 2**16,
     "intermediate_size": 2**20,
@@ -37,17 +37,17 @@ MAX_WHOLE = {
     "sliding_window": 2**31,
     "num_channels": 2**10,
 }
-#: Fields that would make transformers fetch kernels, files or code, or change how it loads.
+#: Fields that would make transformers fetch kernels, files or code, or change how it loads models.
 _NEVER_READ = frozenset({
     "auto_map", "attn_implementation", "experts_implementation", "transformers_weights", "fusion_config", "kernel_config",
     "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
     "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
-#: Names of timm's models, which may have a source before a colon.
+#: Fields that name a timm model, which can have a source before a colon.
 _TIMM_NAMES = frozenset({"architecture", "backbone"})
 _FLOAT = "__float__"
 _MAX_THETA = 1e12
-_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  #: of scaled rotary frequencies
+_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  #: fields of scaled rotary embeddings
 
 
 def read_fields(directory: Path) -> Fields:
@@ -86,17 +86,17 @@ def _safe_fields(section: Fields) -> dict[str, Any]:
             continue
         if name in _TIMM_NAMES and ":" in str(value):
             raise section.refuse(
-                name, f"is {shown(value)}, which timm would fetch or read elsewhere"
+                name, f"is {shown(value)}; a timm model must be named without a source"
             )
         if name == "model_args" and not _are_sizes(value):
-            raise section.refuse(name, f"is {shown(value)}, but only numbers by name are read")
+            raise section.refuse(name, f"is {shown(value)}, not an object of numbers")
         is_section = isinstance(value, Mapping) and value.keys() != {_FLOAT}
         values[name] = _safe_fields(section.section(name)) if is_section else _number(value)
     return values
 
 
 def _are_sizes(value: Any) -> bool:
-    """Whether timm's arguments are numbers: others name files, or what to fetch."""
+    """Whether timm's arguments are numbers. Strings can name files, or sources to fetch."""
     given = {} if value is None else value
     return isinstance(given, Mapping) and all(isinstance(x, int | float) for x in given.values())
 
@@ -118,7 +118,7 @@ def _check_numbers(section: Fields, epsilon: str) -> None:
 
 
 def stored_dtype(config: Fields) -> torch.dtype:
-    """The dtype of a checkpoint's weights, or the one before quantization."""
+    """The dtype of a checkpoint's weights before quantization; bfloat16 if it is not given."""
     for section in (config, config.section("text_config")):
         name = section.get("dtype", section.get("torch_dtype"))
         if isinstance(name, str) and name in DTYPES:
@@ -207,7 +207,7 @@ def _read_rope(section: Fields, full: Any) -> tuple[float, RopeScaling | None]:
     rope = Fields(section.file, full.rope_parameters, f"{section.path}rope_parameters.")
     kind = rope.get("rope_type")
     if not isinstance(kind, str):
-        raise rope.refuse("rope_type", f"is {shown(kind)}, no string")
+        raise rope.refuse("rope_type", f"is {shown(kind)}, not a string")
     are_alike = not any(isinstance(value, dict) for value in rope.values.values())
     if kind not in ("default", "linear", "llama3") or not are_alike:
         known = "supported are 'linear' and 'llama3', for all layers"
@@ -235,5 +235,5 @@ def _side(section: Fields, name: str, usual: int | None) -> int:
             raise section.refuse(name, f"{shown(value)} is not square")
         value = value[0]
     if value is None:
-        raise section.refuse(name, "is null")
+        raise section.refuse(name, "is null; it must be the side of an image in pixels")
     return Fields(section.file, {name: value}, section.path).whole(name, at_most=MAX_IMAGE_SIZE)

@@ -1,7 +1,7 @@
 """The text decoder: a LLaMA-family transformer, configured by `TextConfig`.
 
-It computes the new tokens of any number of sequences, concatenated. The `attend` argument knows the sequences and the
-KV cache. The same code runs on every device; `bind` selects the operators.
+It computes the new tokens of any number of sequences, concatenated. Only the `attend` argument depends on the sequences
+and the KV cache. The same code runs on every device; `bind` selects the operators.
 """
 
 from collections.abc import Sequence
@@ -135,7 +135,7 @@ class Llama(nn.Module):
         self.is_adapted = False  #: whether adapters are applied in the current step
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators. `dtype` is for those that torch computes."""
+        """Select the operators. `dtype`: precision of operations that torch computes."""
         layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
         linears = [linear for layer in layers for linear in layer.linears]
         for linear in linears:
@@ -152,7 +152,7 @@ class Llama(nn.Module):
             self._chain = ops["decoder_chain"](products)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Shapes: (N,); returns (N, C) in the dtype of the norms, as matrices may have fewer bits."""
+        """Shapes: (N,); returns (N, C) in the dtype of the norms, because matrices can have fewer bits."""
         x = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         return x if self.text.embedding_scale == 1 else x * self.text.embedding_scale
 

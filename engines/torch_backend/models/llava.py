@@ -43,7 +43,7 @@ from engines.torch_backend.ops.registry import Ops
 _ARCHITECTURE = "LlavaForConditionalGeneration"
 _ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
 _BLOCK = re.compile(r"encoder\.layers\.(\d+)\.")
-_UNREAD = ("post_layernorm.", "embeddings.position_ids")  #: of the vision tower
+_UNREAD = ("post_layernorm.", "embeddings.position_ids")  #: unused weights of the vision tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Llava(FamilyModel):
         self.language_model = Llama(config.text)
 
     def num_features(self, image: ImageInput) -> int | None:
-        """Each image is one square."""
+        """Tokens of an image; None unless it is a square of the tower's size."""
         size = self.config.vision.image_size
         is_square = tuple(image.pixels.shape) == (3, size, size)
         return self.config.tokens_per_image if is_square else None
@@ -127,7 +127,7 @@ class LlavaProcessor(MultimodalProcessor):
         return self.images.process(image)
 
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
-        """One slot per patch of the tower."""
+        """The same number of slots for each image."""
         text = slot * self.image_tokens
         return [Item(name, self.image_tokens, pixels, text) for name, pixels in images]
 
@@ -155,11 +155,11 @@ class LlavaFamily:
         vision = clip_config(vision_part, full.vision_config)
         given = full.vision_feature_layer
         layers = tuple(given) if isinstance(given, list | tuple) else (given,)
-        block_numbers(vision, layers)  # refuses those that the tower lacks
+        block_numbers(vision, layers)  # refuses layers that the tower lacks
         if full.image_token_index >= text.vocab_size:
             raise config.refuse(
                 "image_token_index",
-                f"{full.image_token_index} lies outside the vocabulary of {text.vocab_size}",
+                f"{full.image_token_index} is not below the vocabulary size {text.vocab_size}",
             )
         return VLMConfig(
             vision=vision,
@@ -175,7 +175,7 @@ class LlavaFamily:
         return Llava(config)
 
     def rename(self, name: str, config: VLMConfig) -> str | None:
-        """Reads published names, those of transformers 5 (`model.language_model...`), and a mixture
+        """Accepts published names, names of transformers 5 (`model.language_model...`), and mixed names
         (`vision_tower.encoder...`, without `vision_model`).
         """
         name = _published_name(name)
@@ -183,7 +183,7 @@ class LlavaFamily:
             short = name.removeprefix("vision_tower.").removeprefix("vision_model.")
             return _vision_name(short, config)
         is_tied_head = config.text.tie_word_embeddings and name == "language_model.lm_head.weight"
-        # Derived weights: old files have rotary frequencies and tied heads.
+        # Old files also store derived weights: rotary frequencies and tied heads.
         return None if is_tied_head or name.endswith(".rotary_emb.inv_freq") else name
 
     def processor(self, directory: Path, config: VLMConfig) -> LlavaProcessor:
@@ -200,7 +200,7 @@ def _check_ids(config: Fields) -> None:
     layers = config.get("vision_feature_layer", -2)
     given = layers if isinstance(layers, list) else [layers]
     if not 1 <= len(given) <= 512 or any(type(layer) is not int for layer in given):
-        raise config.refuse("vision_feature_layer", f"{shown(layers)} does not name layers")
+        raise config.refuse("vision_feature_layer", f"is {shown(layers)}; list 1 to 512 layers")
 
 
 def _published_name(name: str) -> str:

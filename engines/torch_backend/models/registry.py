@@ -1,4 +1,4 @@
-"""Model families by architecture: each is a file in this folder and a line in `_BUILT_IN`."""
+"""Model families by architecture. Each family is a file in this folder and a line in `_BUILT_IN`."""
 
 import logging
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -76,7 +76,7 @@ class FamilyModel(nn.Module):
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """The linear layers that hold the rows of a layer of transformers, and which rows; None: all in order.
+        """The linear layers that hold the rows of a transformers layer, with row numbers; None: all rows in order.
 
         Names are relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
@@ -166,7 +166,7 @@ class ModelFamily(Protocol):
     model_type: str  #: for a `config.json` without architectures
 
     def check(self, config: Fields) -> Any:
-        """The model's configuration, whose `text` are `TextLimits`, or a `TextConfig` if the runner runs the decoder.
+        """The model's configuration. Its `text` is a `TextConfig` if the runner runs the decoder, else `TextLimits`.
 
         Raises: UnsupportedCheckpoint, with the field and the reason.
         """

@@ -20,7 +20,7 @@ from engines.torch_backend.ops.registry import Ops
 
 
 class PatchEmbeddings(nn.Module):
-    """Patches as tokens after the class token, with their positions."""
+    """Embeddings of the class token and the patches, with position embeddings."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class TowerBlock(nn.Module):
         )
         self._attend: DenseAttention = attend
         self._dtype: torch.dtype | None = None
-        self._product_dtype: torch.dtype | None = None  #: of torch's products
+        self._product_dtype: torch.dtype | None = None  #: of matrix products that torch computes
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         inputs = self._in.layers
         if all(method_of(layer) is FLOAT for layer in inputs):
-            self._in = LinearGroup(join(inputs))  # one product where torch computes it
+            self._in = LinearGroup(join(inputs))  # a single matrix product if torch computes it
         for linear in (self._in, self._out, self._widen, self._narrow):
             linear.bind(ops, dtype)
         self._attend, self._dtype = ops["dense_attention"], dtype
@@ -89,7 +89,7 @@ def block_numbers(config: VisionConfig, feature_layers: tuple[int, ...]) -> list
         number = layer if layer >= 0 else config.num_layers + 1 + layer
         if not 1 <= number <= config.num_layers:
             raise UnsupportedCheckpoint(
-                f"vision_feature_layer {layer} is not a layer of a vision tower of {config.num_layers}"
+                f"vision_feature_layer {layer} is not one of the vision tower's {config.num_layers} layers"
             )
         numbers.append(number)
     return numbers
@@ -105,13 +105,13 @@ class VisionTower(nn.Module):
         self.block_numbers = block_numbers(config, feature_layers)
         self.with_class_token = with_class_token
         self.embeddings = PatchEmbeddings(config)
-        self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # sic
+        self.pre_layrnorm = LayerNorm(config.hidden_size, config.layer_norm_eps)  # published name
         blocks = (TowerBlock(config) for _ in range(max(self.block_numbers)))
         self.encoder = nn.ModuleDict({"layers": nn.ModuleList(blocks)})
         self._has_float32_stream = False
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
-        """Select the operators. `dtype` is for those that torch computes."""
+        """Select the operators. `dtype`: precision of operations that torch computes."""
         for block in self.blocks:
             block.bind(ops, dtype)
         self._has_float32_stream = ops.is_native

@@ -1,1 +1,1 @@
-"""Models of transformers over the paged KV cache."""
+"""Transformers models over the paged KV cache."""

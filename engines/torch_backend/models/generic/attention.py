@@ -26,7 +26,7 @@ from engines.torch_backend.ops.registry import Ops
 from engines.torch_backend.step import StepInputs
 
 NAME = "vlm_fleet_pages"
-#: Arguments of attention layers that the engine handles or may ignore.
+#: Arguments of attention layers that the engine handles or can ignore.
 _KNOWN = frozenset({
     "scaling", "dropout", "is_causal", "sliding_window", "softcap", "s_aux", "position_ids", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "position_embeddings", "cu_seq_lens_q",
@@ -37,7 +37,7 @@ _LAYER_TYPES = frozenset({
     None, "full_attention", "attention", "sliding_attention", "chunked_attention", "linear_attention", "mamba",
     "conv", "hybrid", "moe", "mlp",
 })  # fmt: skip
-#: Configuration fields that limit attention: in longer sequences, masks are not plain causal ones.
+#: Configuration fields that limit attention; the masks of longer sequences are not purely causal.
 _SIZES = ("sliding_window", "attention_chunk_size")
 #: Queries, keys and values. Shapes: (1, H, N, D), (1, K, N, D), (1, K, N, E).
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -66,7 +66,7 @@ class LayerSpec:
         return self.num_kv_heads, max(self.key_dim, self.value_dim)
 
     def form(self, sinks: Tensor | None) -> Heads:
-        """Description of the heads for operators. The model's own modules have rotated queries and keys."""
+        """Description of the heads for operators. Queries and keys are already rotated by the model's modules."""
         is_usual = abs(self.scale * self.key_dim**0.5 - 1) < 1e-9 and self.key_dim >= self.value_dim
         return Heads(
             window=self.window,
@@ -93,7 +93,7 @@ def attend(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' interface. Shapes: as `QKV`; returns (1, N, H, E)."""
+    """The attention function that transformers' layers call. Shapes: as `QKV`; returns (1, N, H, E)."""
     pages: Any = module.pages
     return pages((query, key, value), options, module, attention_mask), None
 
@@ -106,7 +106,7 @@ class Probe:
     """Records the spec of each layer in the order of their calls. Raises: UnsupportedCheckpoint for unknown arguments."""
 
     def __init__(self, defines_masks: bool) -> None:
-        """`defines_masks`: the model has a hook that defines who attends to whom."""
+        """`defines_masks`: whether the model has a hook that creates attention masks."""
         self.layers: dict[nn.Module, LayerSpec] = {}
         self._defines_masks = defines_masks
         self._keys: list[Tensor] = []  # kept alive, so that addresses are not reused
@@ -153,19 +153,19 @@ class Probe:
         if not getattr(module, "is_causal", True) and not self._defines_masks:
             raise UnsupportedCheckpoint(f"{name} lets tokens attend to later tokens")
         if layer_type(module) not in _LAYER_TYPES:
-            raise UnsupportedCheckpoint(f"{name} is of the type {layer_type(module)!r}")
+            raise UnsupportedCheckpoint(f"{name} has the unknown type {layer_type(module)!r}")
         if module in self.layers:
             raise UnsupportedCheckpoint(f"{name} is computed more than once for each token")
 
 
 def layer_type(module: nn.Module) -> str | None:
-    """The configuration's type of a layer. None if all layers are alike."""
+    """The type of a layer in the configuration; None if the configuration has no types."""
     types = getattr(module.config, "layer_types", None)
     return types[module.layer_idx] if types else None  # pyright: ignore
 
 
 def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
-    """Compare transformers' masks with the specs, beyond each window and chunk. Raises: UnsupportedCheckpoint."""
+    """Compare transformers' masks with the specs for prompts longer than a window. Raises: UnsupportedCheckpoint."""
     text: Any = model.config.get_text_config(decoder=True)
     sizes = {getattr(text, name, None) for name in _SIZES} - {None}
     for size in sorted(size for size in sizes if type(size) is int and size <= 2**13):
@@ -238,14 +238,14 @@ class PagedLayer:
 
 
 def counts_by_cache(module: nn.Module) -> bool:
-    """Whether an attention layer reads the positions of its tokens from the cache."""
+    """Whether an attention layer derives the positions of its tokens from the length of its cache."""
     if not hasattr(module, "layer_idx"):
         return False
     return "past_key_values.get_seq_length(" in inspect.getsource(type(module).forward)
 
 
 class Counted:
-    """Forward pass of a layer that derives positions from the length of its cache: each token gets its own position."""
+    """Forward pass of a layer that derives positions from its cache's length, for tokens of several sequences."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -261,13 +261,13 @@ class Counted:
         return self._forward(*args, **options)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
-        """The cache's interface: by token, its position in the sequence minus its place in the step. Shapes: returns (N,)."""
+        """For each token, its index in the sequence minus its row in the step. Shapes: returns (N,)."""
         return self._shift
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """The cache's interface: the engine stores the new tokens."""
+        """Stores nothing, because the engine stores keys and values."""
         return key, value
 
 

@@ -1,4 +1,4 @@
-"""The class of transformers for a checkpoint, and its configuration."""
+"""Finds the transformers class of a checkpoint, and reads its configuration."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from engines.torch_backend.models.config import TextLimits
 from engines.torch_backend.models.hf_config import build_config
 from engines.torch_backend.multimodal.transformers_audio import TAKES_AUDIO
 
-#: The section of the part that generates text, by model type.
+#: Configuration section of the part that generates text, by model type.
 _GENERATING = {"qwen2_5_omni": "thinker_config"}
 
 
@@ -27,7 +27,7 @@ class GenericConfig:
 
     @property
     def kind(self) -> str:
-        """The class, with the decoder's type for models with a tower, as in `TESTED`."""
+        """Key of `TESTED`: the class, and for models with a tower also the decoder's type."""
         name, text = self.model_class.__name__, self.full.get_text_config(decoder=True)
         return f"{name}/{text.model_type}" if self.takes_media else name
 
@@ -42,9 +42,9 @@ class GenericConfig:
 
 
 def find_class(config: Fields) -> type[PreTrainedModel] | None:
-    """The class in a `config.json`, if it generates text in the installed transformers."""
+    """The class that a `config.json` names, if the installed transformers has it for generating text."""
     part = _generating(config)
-    # published parts name architectures that transformers lacks
+    # published sections name architectures that transformers lacks
     given = config.get("architectures") if part is config else None
     kind = part.get("model_type")
     by_kind = {**MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}

@@ -13,7 +13,7 @@ from engines.torch_backend.models.generic.model import GenericModel
 from engines.torch_backend.multimodal.transformers_audio import TransformersAudio
 from engines.torch_backend.multimodal.transformers_images import TransformersImages
 
-#: Weights of Qwen2.5-Omni beside those of its thinker.
+#: Prefixes of weights of Qwen2.5-Omni that only generate speech.
 _SPEECH = ("talker.", "token2wav.")
 
 
@@ -36,16 +36,16 @@ class GenericFamily:
         return read_config(config, model_class)
 
     def build(self, config: GenericConfig) -> GenericModel:
-        """Create the model without modules: transformers creates them with the weights."""
+        """Create the model without modules, because transformers creates them when it loads the weights."""
         return GenericModel(config, self._lowers)
 
     def rename(self, name: str, config: GenericConfig) -> str | None:
-        """The name itself: transformers maps names when it loads weights. None for parts that generate speech."""
+        """The same name, because transformers maps names when it loads weights; None for weights of speech."""
         is_omni = isinstance(config.full, Qwen2_5OmniThinkerConfig)
         return None if is_omni and name.startswith(_SPEECH) else name
 
     def processor(self, directory: Path, config: GenericConfig) -> MultimodalProcessor:
-        """Transformers' processor of images or audio, if the model takes such. Raises: UnsupportedCheckpoint."""
+        """Transformers' processor, if the model accepts images or audio. Raises: UnsupportedCheckpoint."""
         if not config.takes_media:
             return MultimodalProcessor(PLAIN_TEMPLATE)
         try:
@@ -54,9 +54,9 @@ class GenericFamily:
             return TransformersImages(directory, config.model_class, config.full)
         except (UnsupportedCheckpoint, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # of any type; a panic of tokenizers is no Exception
+        except BaseException as error:  # any type: a panic in tokenizers is not an Exception
             raise UnsupportedCheckpoint(
-                f"transformers' processor and {config.model_class.__name__} do not fit: {one_line(error)}"
+                f"transformers' processor of {config.model_class.__name__} fails: {one_line(error)}"
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""Flattens the output of an image encoder into one row per token, and rebuilds the output from such rows."""
+"""Flattens the output of an image encoder into one row per token, and rebuilds the output from these rows."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -16,8 +16,8 @@ class ImageForm:
 
     output_class: type[ModelOutput]
     field: str  #: the output's field with the features
-    #: Whether the features are one tensor, or a list of one per image; then the same for each level of deepstack
-    #: features, which are added to hidden states after later decoder layers.
+    #: For the features, then for each level of DeepStack features: whether they are one tensor or a list of one tensor
+    #: per image. DeepStack features are added to the hidden states after decoder layers.
     are_tensors: tuple[bool, ...]
 
     @classmethod
@@ -36,6 +36,6 @@ class ImageForm:
         """The encoder's output for these rows. Shapes: (slots, levels * C)."""
         parts = zip(rows.chunk(len(self.are_tensors), dim=1), self.are_tensors, strict=True)
         features, *levels = (part[None] if is_tensor else [part] for part, is_tensor in parts)
-        # some classes require the first field
+        # some classes require their first field
         made: dict[str, Any] = {"last_hidden_state": None, self.field: features}
         return self.output_class(**made | ({_LEVELS: levels} if levels else {}))

@@ -34,7 +34,7 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Weights used unchanged, by these layers and the embedding table only, with their module paths."""
+    """Module paths of each weight that is used unchanged, and only by these layers and the embedding table."""
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for path, module in model.named_modules():
@@ -51,7 +51,7 @@ def stored_places(
 
 
 def keep_stored(modules: Iterable[nn.Module], weight: Tensor, dtype: torch.dtype) -> None:
-    """Give layers a weight in its stored type, which each call converts until operators read the weight directly."""
+    """Set the layers' weight in its stored dtype. Each call converts it, until operators read it directly."""
     parameter = nn.Parameter(weight, requires_grad=False)
 
     def embed(input: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _widened(linear: Any, input: Tensor) -> Tensor:
 
 
 def linears_within(model: nn.Module, layers: str) -> list[str]:
-    """Names of float linear layers, without subclasses, which may compute something else."""
+    """Names of the float linear layers below `layers`, without subclasses, which can compute something else."""
     return [
         name
         for name, module in model.named_modules()

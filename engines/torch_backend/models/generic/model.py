@@ -127,9 +127,9 @@ class GenericModel(FamilyModel):
         dtype: torch.dtype,
         stored: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """Create the model in this dtype and probe its layers. `stored`: modules of weights that keep their type."""
+        """Create the model in this dtype and probe its layers. `stored`: module paths of weights to keep as stored."""
         empty = {name: weights[name].new_zeros(1).expand_as(weights[name]) for name in stored}
-        # On the CPU: transformers needs accelerate to load elsewhere, and one device may be too small for all.
+        # Load on the CPU, because transformers requires accelerate for other devices, and a GPU can be too small.
         self.inner = self._load(weights | empty, dtype).requires_grad_(False).eval()
         for name, paths in stored.items():
             keep_stored(map(self.inner.get_submodule, paths), weights[name], dtype)
@@ -178,7 +178,7 @@ class GenericModel(FamilyModel):
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,
                 )
-        except Exception as error:  # of any type
+        except Exception as error:  # transformers raises any type
             raise UnsupportedCheckpoint(
                 f"transformers cannot load {name}: {_explain(error)}"
             ) from error
@@ -195,7 +195,7 @@ class GenericModel(FamilyModel):
         for module in self.inner.modules():
             module.pages = probe
         if "position_ids" not in self._arguments:
-            raise self._refuse("its forward() takes no position_ids")
+            raise self._refuse("its forward() does not accept position_ids")
         ids = torch.tensor([_PROBE_TOKENS], device=device)
         positions = PositionHooks(self.inner).positions(_PROBE_TOKENS, ()).to(device)
         self.num_position_rows = len(positions)
@@ -255,7 +255,7 @@ class GenericModel(FamilyModel):
         bind_layers(self.inner, ops, dtype)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
-        """Quantize the linear layers of the decoder; towers and joined experts stay as they are."""
+        """Quantize the linear layers of the decoder; towers and joined experts are not quantized."""
         num_quantized = 0
         for name in linears_within(self.inner, self._layers_name):
             layer = adopt(self.inner, name)
@@ -301,7 +301,7 @@ class GenericModel(FamilyModel):
         return next(name for name, module in self.inner.named_modules() if module is wanted)
 
     def logits(self, inputs: StepInputs, pools: Sequence[KVCachePool]) -> Tensor:
-        """Logits of the next token for some of the new tokens. Shapes: returns (rows, V)."""
+        """Logits of the step's sampled rows. Shapes: returns (rows, V)."""
         assert self._ops is not None
         self._step.begin(inputs, pools, self._ops)
         ids = inputs.token_ids[None]
@@ -320,7 +320,7 @@ class GenericModel(FamilyModel):
 
     @contextmanager
     def _placing_audio(self, images: Sequence[ImageSlots]) -> Iterator[None]:
-        """Put features of audio into the decoder's embeddings: transformers takes those of images and videos only."""
+        """Put audio features into the decoder's embeddings; transformers does this for images and videos only."""
         audios = [image for image in images if image.kind == "audio"]
         if not audios:
             yield
@@ -448,7 +448,7 @@ class GenericModel(FamilyModel):
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
         """Features, and the "no feature" row for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
-            # the embedding that the decoder gets for a slot token in a prompt without images
+            # the row with which the decoder gets a slot's embedding as in a prompt without images
             slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
             ids = torch.tensor([[slot_id]], device=features.device)
             zero = {name: self._forms[name].output(torch.zeros_like(features[:1]))}
@@ -476,14 +476,14 @@ class GenericModel(FamilyModel):
             return
         difference = difference_with_image(runner, self, example)
         if difference is None:
-            logger.warning("self-check: %d tokens do not fit the KV cache", len(example.token_ids))
+            logger.warning("no self-check with an image: the KV cache is too small for its prompt")
         else:
             self._check(difference, "of a prompt with an image ")
 
     def _check(self, difference: float, of: str) -> None:
         name = self.config.model_class.__name__
         limit = max(_LARGEST_DIFFERENCE, 40 * torch.finfo(self._dtype).eps)
-        if self._is_rounded:  # rounding may go either way
+        if self._is_rounded:  # the engine and transformers can round differently
             limit = max(limit, _LARGEST_ROUNDED)
         logger.info(
             "self-check of %s: logits %sdiffer by %.1e standard deviations", name, of, difference
@@ -491,7 +491,7 @@ class GenericModel(FamilyModel):
         if not difference <= limit:
             raise self._refuse(
                 f"its logits {of}differ from transformers' by {difference:.1e} standard deviations, "
-                f"and {limit:.1e} is allowed"
+                f"more than the allowed {limit:.1e}"
             )
 
     @contextmanager
@@ -521,7 +521,7 @@ class _EmbeddingsFound(Exception):
 def embeddings_of(
     model: PreTrainedModel, decoder: nn.Module | None = None, **inputs: Any
 ) -> Tensor:
-    """The decoder's embeddings, without running it; by default of the first module with them. Shapes: (N, C)."""
+    """Input embeddings of `decoder`, without running it. Default: the first module with embeddings. Shapes: (N, C)."""
     own = greenlet.getcurrent()
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -539,7 +539,7 @@ def embeddings_of(
     finally:
         for hook in hooks:
             hook.remove()
-    raise UnsupportedCheckpoint(f"{type(model).__name__} has no module that takes inputs_embeds")
+    raise UnsupportedCheckpoint(f"no module of {type(model).__name__} accepts inputs_embeds")
 
 
 def _explain(error: Exception) -> str:

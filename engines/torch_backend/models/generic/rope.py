@@ -11,7 +11,7 @@ _CHANGING = ("dynamic", "longrope")
 
 
 def batched(positions: Tensor) -> Tensor:
-    """Positions with a batch dimension, as transformers takes them. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
+    """Add the batch dimension that transformers expects. Shapes: (R, N); returns (1, N), or (R, 1, N)."""
     return positions if len(positions) == 1 else positions[:, None]
 
 

@@ -1,7 +1,7 @@
 """Compares a loaded model's logits in engine steps with its own forward pass.
 
 It runs two prompts of different lengths, in chunks that share steps with decodes, and one prompt with an image. Errors
-of windows, scales, positions, states or features change the logits of a few tokens.
+in windows, scales, positions, states or features change the logits even of few tokens.
 """
 
 import inspect
@@ -78,7 +78,7 @@ def encoder_inputs(model: PreTrainedModel, image: ProcessedImage) -> dict[str, A
     """Arguments of a model's image encoder, on its device and in its dtype."""
     base: Any = model.base_model
     if hasattr(base, "rope_deltas"):
-        base.rope_deltas = None  # of an earlier prompt
+        base.rope_deltas = None  # drop those of an earlier prompt
     return {name: placed(x, model.device, model.dtype) for name, x in image.inputs.items()}
 
 
@@ -96,7 +96,7 @@ def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -
 
 
 def _make_sequences(runner: Any, token_ids: list[int]) -> list[Sequence]:
-    """Sequences with blocks that are not adjacent, if there are enough."""
+    """Sequences with ascending blocks from the start of the pool and descending blocks from its end."""
     generator = torch.Generator().manual_seed(0)
     free = list(range(runner.num_blocks))
     share = runner.num_blocks // len(LENGTHS) * runner.block_size

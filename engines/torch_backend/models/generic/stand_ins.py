@@ -1,8 +1,8 @@
 """Placeholders for quantized layers while transformers creates a model; the integers replace them afterwards.
 
 This avoids dequantizing the whole model. A placeholder ("stand-in") is a matrix of random numbers whose rows overlap in
-memory, so that probes can compute with it. The layer that received it is found by its numbers, whatever names
-transformers uses. A placeholder that transformers merged or split is reported as lost, and its layer is dequantized.
+memory, so that probes can compute with it. The layer that received a placeholder is found by the numbers, not by its
+name. A placeholder that transformers merged or split is reported as lost, and its layer is dequantized.
 
 Shape letters: K inputs, N outputs.
 """
@@ -20,7 +20,7 @@ Key = tuple[tuple[int, int], tuple[float, ...]]
 
 
 def make_stand_in(shape: tuple[int, int], number: int) -> Tensor:
-    """A matrix that differs for each number and is equal in every dtype. Shapes: returns bfloat16 (N, K)."""
+    """A matrix that differs for each number, with values exact in every dtype. Shapes: returns bfloat16 (N, K)."""
     num_outputs, num_inputs = shape
     count = (num_outputs - 1) * _STEP + num_inputs
     generator = torch.Generator().manual_seed(number)

@@ -3,7 +3,7 @@
 Transformers' own mixers compute them, one sequence at a time, or all sequences with one new token together. A step
 does not change the earlier states, so that it can be repeated after a failure.
 
-Shape letters: N new tokens, D sequences with one of them, C width.
+Shape letters: N new tokens, C width.
 """
 
 import inspect
@@ -29,7 +29,7 @@ class LayerState:
     """
 
     def __init__(self, tensors: Any = (), kernels: Any = ()) -> None:
-        """Copies both mappings, which may then be updated."""
+        """Copies both mappings, so that updates do not change the given state."""
         self.tensors: dict[tuple[str, int], Tensor] = dict(tensors)  #: by kind and index
         self.kernels: dict[int, int] = dict(kernels)  #: tokens that a convolution reads
 
@@ -44,7 +44,7 @@ class LayerState:
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:  # fmt: skip
-        """Add new tokens; returns them with those to their left. Shapes: (..., n)."""
+        """Append new tokens. Returns them after the earlier tokens that the convolution reads. Shapes: (..., n)."""
         kernel = self.kernels.setdefault(state_idx, conv_kernel_size or conv_states.shape[-1])
         before = self.tensors.get(("conv", state_idx))
         if before is not None:
@@ -75,7 +75,7 @@ class LayerState:
 
     @classmethod
     def join(cls, states: list["LayerState"]) -> "LayerState":
-        """States of several sequences, in new memory: mixers may modify their input for one token."""
+        """Join states of several sequences in new memory, because mixers can modify the state of a single token."""
         first = states[0]
         joined = {key: torch.cat([state.tensors[key] for state in states]) for key in first.tensors}
         return cls(joined, first.kernels)
@@ -91,7 +91,7 @@ _States = dict["Mixer", LayerState]
 
 
 class SequenceStates:
-    """States of all mixers and sequences, before the last step of each and after it."""
+    """States of every sequence in all mixers, before and after the sequence's last step."""
 
     def __init__(self) -> None:
         self._kept: dict[str, dict[int, _States]] = {}  # by request and number of tokens
@@ -149,7 +149,7 @@ class Mixer:
         parameters = inspect.signature(module.forward).parameters
         self._name = "cache_params" if "cache_params" in parameters else "past_key_values"
         self._states = states
-        self.num_bytes = 0  #: state of one sequence, once measured
+        self.num_bytes = 0  #: size of one sequence's state, set by `measure`
         self._seen: Tensor | None = None
 
     def measure(self) -> None:

@@ -1,4 +1,4 @@
-"""Architectures with a decoder of transformers that the tests run in every mode of the engine."""
+"""Architectures whose decoder transformers computes, and that the tests run in every mode of the engine."""
 
 TESTED = frozenset(
     {

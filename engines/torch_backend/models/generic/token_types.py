@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Tokens that count as an image's in models with experts for images.
+#: Tokens that models with image experts treat as part of an image.
 _BESIDE_SLOTS = ("image_start_token_id", "image_end_token_id")
 
 
@@ -21,7 +21,7 @@ def type_names(arguments: Iterable[str]) -> list[str]:
 def token_types(
     names: Iterable[str], config: Any, token_ids: Tensor, kinds: Tensor, is_asked: Tensor
 ) -> dict[str, Tensor]:
-    """Token types by argument name. `kinds`: types of slots, else 0; `is_asked`: of prompts. Shapes: all (B, N)."""
+    """Token types by argument name. `kinds`: 0 outside slots; `is_asked`: True in prompts. Shapes: all (B, N)."""
     types = {}
     for name in names:
         typed = kinds
@@ -33,7 +33,7 @@ def token_types(
 
 
 def control_ids(config: Any) -> frozenset[int]:
-    """Tokens with a meaning for the model, such as image slots."""
+    """Ids of the model's special tokens, such as image slots."""
     ends = ("token_id", "token_ids", "token_index")
     given = [x for name, x in vars(config).items() if name.endswith(ends)]
     flat = [y for x in given for y in (x if isinstance(x, list | tuple) else [x])]

@@ -14,18 +14,18 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    #: The hidden states when it returned, which later modules may change in place.
+    #: A copy of the output hidden states, which later modules can change in place.
     copied: Tensor | None
 
     @property
     def input(self) -> Any:
-        """The hidden states, however they were passed."""
+        """The input hidden states, passed by position or by name."""
         return self.args[0] if self.args else self.kwargs.get("hidden_states")
 
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[dict[nn.Module, list[Call]]]:
-    """The calls of all modules inside the block, in the order of their returns; none for other modules."""
+    """Record the calls of all modules inside the block, in the order of their returns."""
     calls: defaultdict[nn.Module, list[Call]] = defaultdict(list)
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -1,9 +1,9 @@
 """Runs the decoder of a transformers model as a `Llama`, as fast as native models.
 
 Transformers' configuration, image processor, tower, merging of embeddings, rotary frequencies and position hooks stay
-in use: they are the front. The decoder is recognised by its modules and by the attention that its layers requested in
-the probe, not by its name. Each layer of both decoders is then run on the same input, and the outputs must be equal;
-otherwise the model stays generic, and the log gives the reason.
+in use; they are called the front. The decoder is recognised by its modules and by the attention that its layers
+requested in the probe, not by its name. Each layer of both decoders is then run on the same input. If the outputs
+differ, the model stays generic, and the reason is logged.
 
 `reading` creates the `Llama`, `rotary` its table of angles, and `proof` compares both decoders.
 
@@ -41,7 +41,7 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
     """Replace the decoder of a probed `GenericModel` by a `Llama`. Raises: BeyondOurProgram, without changes."""
     stack_name, stack = find_stack(front.inner)
     for module in front.inner.modules():
-        # drops the probe's reference to all layers, of which one is copied
+        # drop the probe, whose references to all layers would be copied with a layer
         module.pages = None
     width = read_decoder(front, stack, dtype).text.head_dim
     rotary = Rotary(stack.rotary_emb, front.num_position_rows, width)
@@ -92,7 +92,7 @@ class LoweredModel(FamilyModel):
             front.inner.set_submodule(stack_name, self._inputs)
             front.inner.set_output_embeddings(nn.Identity())
             _convert(front.inner, dtype)
-            front.specs = {}  # its layers would stay alive with their weights
+            front.specs = {}  # would keep the layers and their weights alive
             self.front = front
 
     def rotary(self, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
@@ -100,7 +100,7 @@ class LoweredModel(FamilyModel):
         return self._rotary.table(max_positions, dtype, device)
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """Rows of joined layers are split, those of queries and keys reordered."""
+        """Rows of joined layers are split, and rows of queries and keys are reordered."""
         return stored_rows(name, self.language_model.text, self._order)
 
     def quantize(self, scheme: QuantizedMethod, dtype: torch.dtype) -> None:
@@ -118,7 +118,7 @@ class LoweredModel(FamilyModel):
             bind_layers(self.front.inner, ops, dtype)
 
     def embed(self, token_ids: Tensor, images: Sequence[ImageSlots]) -> Tensor:
-        """Embeddings as transformers merges them. Shapes: (N,); returns (N, C)."""
+        """Embeddings of tokens and images, merged by transformers. Shapes: (N,); returns (N, C)."""
         if not images:
             return self.language_model.embed(token_ids)
         ids = token_ids[None]
@@ -189,7 +189,7 @@ class _Embeddings(nn.Module):
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert parameters of lower precision to `dtype`; those that transformers keeps in float32 stay."""
+    """Convert parameters of lower precision to `dtype`. Float32 parameters of transformers are not changed."""
     for x in (*model.parameters(), *model.buffers()):
         if x.is_floating_point() and x.dtype.itemsize < dtype.itemsize:
             x.data = x.data.to(dtype)

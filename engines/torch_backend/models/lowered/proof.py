@@ -62,7 +62,7 @@ def observe(front: Any, stack: Any) -> Observed:
         odd = {name for name, x in call.kwargs.items() if isinstance(x, Tensor)} - _PLAIN_INPUTS
         if odd:
             raise BeyondOurProgram(
-                f"the decoder takes more than tokens and positions: {', '.join(sorted(odd))}"
+                f"the decoder has inputs besides tokens and positions: {', '.join(sorted(odd))}"
             )
     calls = [call for layer in stack.layers for call in watched[layer]]
     if len(calls) != len(stack.layers):

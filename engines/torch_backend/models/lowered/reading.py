@@ -18,7 +18,7 @@ from engines.torch_backend.models.llama import Llama
 
 
 def order_of_pairs(num_rotated: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
-    """Channel order with rotary pairs half a head apart (same dot products); None: unchanged. Shapes: (D,)."""
+    """Channel order with rotary pairs half a head apart, which keeps dot products; None: unchanged. Shapes: (D,)."""
     if num_rotated == head_dim and not are_neighbours:
         return None
     rotated = torch.arange(num_rotated)
@@ -262,7 +262,7 @@ def _parted(name: str, x: Tensor, qkv: list[int]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _read_norm(norm: Any) -> tuple[Tensor, float]:
-    """Gain, `weight` or `1 + weight`, and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
+    """The gain (`weight` or `1 + weight`) and epsilon of an RMS norm. Raises: BeyondOurProgram for other norms."""
     wide = deepcopy(norm).float()
     state = {**dict(wide.named_parameters()), **dict(wide.named_buffers())}
     if [*state] == ["weight"] and state["weight"].dim() == 1:
@@ -279,7 +279,7 @@ def _read_norm(norm: Any) -> tuple[Tensor, float]:
 def _is_norm(norm: nn.Module, x: Tensor, gain: Tensor, eps: float) -> bool:
     try:
         found = norm(x)
-    except Exception:  # of any type: it takes other arguments
+    except Exception:  # any type: the module expects other arguments
         return False
     difference = found - F.rms_norm(x, gain.shape, gain, eps)
     return bool(difference.norm() <= _NORM_TOLERANCE * found.norm())

@@ -18,7 +18,7 @@ _TABLE_ROWS = 1 << 13  # positions per call
 
 
 class Rotary:
-    """Rotates pairs from the two halves of a head. Angles of channels that are not rotated are 0."""
+    """Reads the angles of a rotary module that rotates pairs from the two halves of a head; 0 for other channels."""
 
     def __init__(self, module: nn.Module, num_rows: int, head_dim: int) -> None:
         """Raises: BeyondOurProgram."""
@@ -26,7 +26,7 @@ class Rotary:
         self._num_rows = num_rows
         takes_types = "layer_type" in inspect.signature(module.forward).parameters
         types: Any = getattr(module, "layer_types", None) if takes_types else None
-        self._types: Sequence[str | None] = types or (None,)  #: by type of layer
+        self._types: Sequence[str | None] = types or (None,)  #: layer types, one table each
         self.num_tables = len(self._types)
         found = {self._check(layer_type, head_dim) for layer_type in self._types}
         if len(found) > 1:
@@ -36,7 +36,7 @@ class Rotary:
 
     def _check(self, layer_type: str | None, head_dim: int) -> tuple[int, int, tuple[int, ...]]:
         """Numbers of rotated and other channels, and the row of positions of each channel."""
-        # by token, one row differs from 0
+        # each token has position 1 in one row and 0 in the other rows
         probes = torch.eye(self._num_rows, dtype=torch.long).T
         cos, sin = self._angles(probes, layer_type)
         width = cos.shape[-1]
@@ -89,7 +89,7 @@ class Rotary:
 
 
 def _in_halves(x: Tensor) -> Tensor:
-    """The angles of neighbouring channels in the order of halves of a head. Shapes: (N, D), kept."""
+    """Reorder the angles of neighbouring channels to the halves of a head. Shapes: (N, D), kept."""
     left, right = x[:, ::2], x[:, 1::2]
     return torch.cat([left, right], dim=1) if torch.equal(left, right) else x
 
