@@ -1,1 +1,1 @@
-"""Images to features: processors, encoder, cache."""
+"""Converts images to features: processors, encoder, cache."""

@@ -1,7 +1,7 @@
 """Encodes the images of a step, caches their features, and assigns them to the step's image slots.
 
-Used by the runner. On a CPU, a step limits the time for images: they are encoded one after another, each in parts
-over several steps. On a GPU, all missing images of a step are encoded together.
+Used by the runner. On a CPU, the time for images in a step is limited: images are encoded one after another, each in
+parts over several steps. On a GPU, all missing images of a step are encoded together.
 """
 
 import time
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 NOT_FINITE = "The model's features of an image are not finite numbers."
 UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
-#: Minimum number of prompt tokens to compute before an image that is not encoded yet: each step reads all weights.
+#: Fewer prompt tokens are not computed before an image that is not encoded yet, because each step reads all weights.
 FEWEST_TOKENS = 64
-#: Time for images in a step in which no request decodes; the watchdog, new requests and aborts wait no longer.
+#: Time for images in a step in which no request decodes. It delays the watchdog, new requests and aborts.
 SECONDS_ALONE = 0.25
 
 
-#: (tenant's salt, image hash): tenants share no entries, or timing would reveal the images of others
+#: (tenant's salt, image hash). Tenants do not share entries, because timing would reveal images of other tenants.
 ImageKey = tuple[str, str]
 
 
 class EncoderCache:
-    """Image features, bounded in bytes: an image seen again is not encoded again.
+    """Cache of image features with a limit in bytes.
 
-    Entries that a running request still reads are pinned, even beyond the limit; others are evicted by last use.
+    Entries that running requests still read are pinned, even beyond the limit. Other entries are evicted by last use.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -70,7 +70,7 @@ class EncoderCache:
         self._bytes_per_row = max(self._bytes_per_row, features.nbytes // max(1, len(features)))
 
     def reserve(self, num_rows: int) -> bool:
-        """Evict entries to make room for new features. False if the pinned entries leave too little."""
+        """Evict entries to make room for new features. Returns False if the pinned entries leave too little."""
         return self._evict(num_rows * self._bytes_per_row)
 
     def pin(self, request_id: str, key: ImageKey) -> Tensor:
@@ -144,10 +144,10 @@ class ImageEncoder:
     ) -> tuple[float, dict[str, int], frozenset[str]]:
         """Encode the images that a step reads and that are not in the cache.
 
-        If `max_vision_s` is given, encoding stops after `max_vision_s` while other requests decode, otherwise after
-        `SECONDS_ALONE`. Beside such streams, each request uses its step either for images or for tokens. Returns the
-        seconds spent, and `num_computed` and `over_budget` of the step's result. Encoded images are pinned for their
-        requests. Raises: SequenceFailure.
+        `max_vision_s` limits the time in steps in which other requests decode; `SECONDS_ALONE` then limits it in other
+        steps; None: no limit. While other requests decode, a step computes either images or tokens of a request.
+        Returns the seconds spent, and `num_computed` and `over_budget` of the step's result. Encoded images are pinned
+        for their requests. Raises: SequenceFailure.
         """
         missing = self._find_missing(items)
         if not missing:
@@ -180,7 +180,7 @@ class ImageEncoder:
         return vision_s, num_computed, over_budget
 
     def _num_ready(self, items: list[ScheduledSequence], missing: Set[ImageKey]) -> dict[str, int]:
-        """Tokens that can be computed of requests that read one of these images: those before the first."""
+        """For each request that reads a missing image, the number of tokens before the image that can be computed."""
         ready: dict[str, int] = {}
         for item in items:
             for image in item.images:
@@ -214,7 +214,7 @@ class ImageEncoder:
     def place(
         self, items: list[ScheduledSequence], sequences: list[SequenceRows]
     ) -> list[ImageSlots]:
-        """The features of a step's image slots; a chunk may hold a part of an image."""
+        """The features of a step's image slots; a chunk can contain a part of an image."""
         slots = []
         for item, own in zip(items, sequences, strict=True):
             for image in item.images:
@@ -240,7 +240,7 @@ class ImageEncoder:
                     self.cache.unpin(item.sequence.request_id, _key(item.sequence, image))
 
     def _encode(self, missing: dict[ImageKey, _Missing]) -> Set[ImageKey]:
-        """Encode missing images in batches. Returns the keys of those for which the cache has no room in this step."""
+        """Encode missing images in batches. Returns the keys of images that do not fit into the cache in this step."""
         waiting = list(missing.items())
         while waiting:
             slots = [each.image.num_slots for _, each in waiting[: self._max_batch]]
@@ -271,7 +271,7 @@ class ImageEncoder:
         return left.keys()
 
     def _work_on_one(self, missing: dict[ImageKey, _Missing], seconds: float) -> ImageKey | None:
-        """Continue the image that was begun, else begin one; returns its key once it is done."""
+        """Continue the begun image, or begin one. Returns its key if it is complete, else None."""
         if not missing:
             return None
         if self._begun is None or self._begun[0] not in missing:
@@ -303,7 +303,7 @@ class ImageEncoder:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """The CPU allocator's errors are plain RuntimeErrors."""
+    """Whether memory ran out. The CPU allocator raises plain RuntimeErrors."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Finds the prompt tokens that attend to later ones, such as an image's, by a model's `create_masks_for_generate`."""
+"""Finds the prompt tokens that attend to later tokens, as in images, from a model's `create_masks_for_generate`."""
 
 import inspect
 from typing import Any
@@ -13,11 +13,11 @@ from engines.base import UnsupportedCheckpoint
 INSTEAD = "use a model that docs/models.md lists, such as Qwen2.5-VL, Idefics3 or Gemma 3"
 #: A sample prompt: 0 is text, other numbers are runs of image slots.
 _SAMPLE = (0, 0, 1, 1, 1, 1, 1, 0, 0, 2, 2, 2, 2, 0)
-_SAMPLE_WINDOW = 3  #: shorter than an image
+_SAMPLE_WINDOW = 3  #: shorter than the sample's images
 
 
 def binds_prompts(model: PreTrainedModel) -> bool:
-    """Whether prompts are bidirectional, also beyond windows."""
+    """Whether all tokens of a prompt attend to each other in all layers, without windows."""
     masks = _masks(model, torch.zeros(1, len(_SAMPLE), dtype=torch.long)).values()
     return bool(masks) and all(mask is not None and bool(mask.bool().all()) for mask in masks)
 
@@ -25,8 +25,8 @@ def binds_prompts(model: PreTrainedModel) -> bool:
 def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None:
     """The layer types in which an image's slots attend to each other; None: all layers.
 
-    Windows apply to earlier tokens inside images too. Raises: UnsupportedCheckpoint for any other mask of a model's
-    hook.
+    Inside images, windows limit attention to earlier tokens only. Raises: UnsupportedCheckpoint if the model's hook
+    creates any other mask.
     """
     if binds_prompts(model):
         return None
@@ -49,7 +49,7 @@ def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None
 
 
 def _masks(model: PreTrainedModel, types: Tensor) -> dict[str | None, Any]:
-    """Masks of a prompt by layer type, for transformers' eager attention; empty without the hook."""
+    """Masks of a prompt by layer type, as transformers creates them for SDPA; empty without the hook."""
     hook: Any = getattr(model, "create_masks_for_generate", None)
     if hook is None:
         return {}

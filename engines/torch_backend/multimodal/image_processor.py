@@ -1,6 +1,6 @@
-"""Images to pixels, exactly like transformers' CLIPImageProcessor (PIL).
+"""Converts images to pixels, exactly like transformers' CLIPImageProcessor (PIL).
 
-Called from a thread pool. Pixels are numpy (3, H, W) float32.
+Called from a thread pool. Pixels are numpy arrays (3, H, W) of float32.
 """
 
 import math
@@ -14,7 +14,7 @@ from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
 
-#: Larger resized images are never created completely: 16 MB in RGB, an aspect ratio of 37 at 336 pixels.
+#: Only the crop of larger resized images is created. The limit is 16 MB in RGB, an aspect ratio of 37 at 336 pixels.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
 _FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
@@ -72,7 +72,7 @@ class ImageProcessor:
         return self._normalize(pixels)
 
     def _resize(self, image: Image.Image) -> Image.Image:
-        """The part of the resized image inside the crop; smaller than the crop only for padding."""
+        """The part of the resized image inside the crop; smaller than the crop if it must be padded."""
         height, width = self._target_size(image)
         crop_height, crop_width = self.crop_to or (height, width)
         left, right = _middle(width, crop_width)
@@ -81,8 +81,7 @@ class ImageProcessor:
             if (width, height) != image.size:
                 image = image.resize((width, height), self.resample)
             return image.crop((left, top, right, bottom))
-        # Only the source of the crop is resized. Pillow stores the box in float32, which is exact enough near the
-        # origin.
+        # Resize only the source of the crop. Pillow's float32 box is exact enough near the origin.
         first_x, last_x, box_left, box_right = _source(left, right, width, image.width)
         first_y, last_y, box_top, box_bottom = _source(top, bottom, height, image.height)
         part = image.crop((first_x, first_y, last_x, last_y))
@@ -127,7 +126,7 @@ def _source(start: int, stop: int, target: int, length: int) -> tuple[int, int, 
 
 
 def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Pad with black to a size, an odd pixel at the start. Shapes: (3, H, W), (3, *size)."""
+    """Pad with black to a size; an odd pixel is added at the start. Shapes: (3, H, W); returns (3, *size)."""
     height, width = pixels.shape[1:]
     if (height, width) == size:
         return pixels
@@ -137,9 +136,9 @@ def pad(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 
 def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
-    """Read a checkpoint's settings. Raises: UnsupportedCheckpoint that names the unsupported one."""
+    """Read a checkpoint's settings. Raises: UnsupportedCheckpoint, with the name of the unsupported setting."""
     settings = read_json(directory / "preprocessor_config.json")
-    if not settings.values:  # transformers 5 saves them inside the processor's
+    if not settings.values:  # transformers 5 saves them inside the processor's settings
         settings = read_json(directory / "processor_config.json").section("image_processor")
     if not settings.values:
         raise UnsupportedCheckpoint("the checkpoint has no preprocessor_config.json")
@@ -148,7 +147,7 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
     )
     if kind not in _KNOWN_KINDS:
         raise UnsupportedCheckpoint(
-            f"{settings.file}: the image processor {shown(kind)} is not supported; CLIPImageProcessor is"
+            f"{settings.file}: the image processor {shown(kind)} is not supported, only CLIPImageProcessor"
         )
     for key, value in settings.values.items():
         if key not in _KNOWN_KEYS and value not in (None, False):
@@ -181,7 +180,7 @@ def load_image_processor(directory: Path, image_size: int) -> ImageProcessor:
 
 
 def _resize_size(settings: Fields) -> tuple[tuple[int, int] | None, int | None]:
-    """(height, width) or the shortest edge, whichever `size` has; neither without `do_resize`."""
+    """(height, width), or the shortest edge, as in `size`; two None without `do_resize`."""
     if not settings.flag("do_resize", True):
         return None, None
     size = settings.get("size", {"shortest_edge": 224})

@@ -1,7 +1,7 @@
 """Run an image encoder as a generator, so that engine steps run between parts of bounded work.
 
 The encoder's own forward pass runs in a greenlet of the engine's thread. A torch function mode sees each of its
-operations, splits large ones into pieces, and hands control back once a part has taken long enough.
+operations, splits large ones into pieces, and returns control when a part has taken long enough.
 """
 
 import time
@@ -21,12 +21,11 @@ from torch.overrides import TorchFunctionMode
 
 from engines.torch_backend.layers.linear_group import LinearGroup
 
-#: Work of the first pieces, and of the smallest: rows enough for an efficient matrix product. Unit: floating point
-#: operations.
+#: Floating-point operations of the first and smallest pieces: enough rows for an efficient matrix product.
 PIECE_FLOPS_PER_THREAD = 500_000_000
-#: Elementwise operations are limited by memory: each element counts as this many floating point operations.
+#: Elementwise operations are limited by memory, so each element counts as this many floating-point operations.
 _FLOPS_PER_ELEMENT = 500
-#: A part ends with the first piece after this time. A piece takes at most twice as long, unless it is the smallest.
+#: A part ends with the first piece after this time. A piece takes at most twice this time, unless it is the smallest.
 PART_S = 0.005
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
         with mode:
             return compute()
 
-    # Ends with the generator, whichever thread collects it: its last reference is here.
+    # Only the generator references the greenlet, so the call ends with it, whichever thread collects it.
     call = greenlet.greenlet(run)
     while True:
         yield
@@ -56,18 +55,18 @@ def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
 class _Cut:
     """How an operation is split along one dimension. Dimensions are counted from the end."""
 
-    narrowed: Mapping[Any, int]  #: dimension by the argument's index or name
+    narrowed: Mapping[Any, int]  #: dimension to split, by the argument's index or name
     out_dim: int
     length: int
     flops: int  #: of the complete operation
 
 
 class _Parts(TorchFunctionMode):
-    """Splits operations and hands control back between pieces. The mode is off while other code runs."""
+    """Splits operations, and returns control between parts. The mode is off while other code runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.began_at = 0.0  #: of the part
+        self.began_at = 0.0  #: start of the current part
         self._smallest_piece = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
         self._flops_per_s: dict[Any, float] = {}  # of the last pieces, by function of `_CUTS`
 
@@ -87,7 +86,7 @@ class _Parts(TorchFunctionMode):
             ended_at = time.perf_counter()
             if cut is not None and 2 * cut.flops > self._smallest_piece:
                 self._flops_per_s[find_cut] = cut.flops / max(ended_at - started_at, 1e-6)
-            # Within vmap, which builds masks, torch would vectorize the other code too.
+            # Never within vmap, which builds masks: torch would vectorize the other code too.
             if ended_at - self.began_at >= PART_S and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
                 assert parent is not None
@@ -180,7 +179,7 @@ def _cut_convolution(func: Any, args: _Arguments, kwargs: dict[str, Any]) -> _Cu
         return None
     stride = args[3] if len(args) > 3 else kwargs.get("stride", 1)
     steps = cycle((stride,) if isinstance(stride, int) else stride)
-    # about as many output positions of one image
+    # approximate number of output positions of one image
     made = prod(max(1, n // step) for n, step in zip(x.shape[2:], steps, strict=False))
     flops = 2 * x.shape[0] * made * weight.numel()
     if x.shape[0] > 1:

@@ -13,9 +13,9 @@ from shared.protocol import MediaKind
 
 #: Token types of slots.
 TYPES: Mapping[str, int] = {"image": 1, "video": 2, "audio": 3}
-#: Slots that are encoded at once: enough for efficient matrix products, few enough for the caches of a CPU.
+#: Slots of a chunk: enough for efficient matrix products, few enough for the caches of a CPU.
 CHUNK_SLOTS = 256
-#: Inputs whose first number is that of the steps.
+#: Inputs whose first number is the number of steps.
 _COUNT_STEPS = frozenset({"video_grid_thw", "num_frames_per_video"})
 
 
@@ -26,7 +26,7 @@ class ProcessedImage:
     inputs: Mapping[str, Any]
     text: str
     num_slots: int
-    #: The result if the image is not the only one of its prompt.
+    #: The image's result in a prompt with several images, if it is different.
     among_others: "ProcessedImage | None" = None
     #: For each slot, the index of a visual indicator's feature, or -1 for the image's next row; empty: all -1.
     indicators: tuple[int, ...] = ()
@@ -35,9 +35,9 @@ class ProcessedImage:
     slots_of: MediaKind = "image"
     slot_id: int | None = None
     num_frames: int = 0  #: of a video
-    #: Slots of each step: parts of one size, such as the frames of a video, whose features do not depend on each other.
+    #: Number of slots of each step. Steps are parts of equal size that are encoded independently, such as video frames.
     step_slots: tuple[int, ...] = ()
-    step_dim: int = 0  #: of the pixels; other inputs have their steps in the first dimension
+    step_dim: int = 0  #: dimension of the steps in the pixels; other inputs use the first dimension
     kept: Tensor | None = None  #: mask of the encoder's rows that have slots; None: the first rows
 
     @property
@@ -68,12 +68,12 @@ class ProcessedImage:
 
 
 def equal_steps(num_slots: int, num_steps: int) -> tuple[int, ...]:
-    """The slots of each step, if all have as many; else none."""
+    """The number of slots of each step if all steps have the same number, else ()."""
     return () if num_slots % num_steps else (num_slots // num_steps,) * num_steps
 
 
 def split(image: ImageInput) -> list[ImageInput]:
-    """Chunks of about `CHUNK_SLOTS` slots of a processed image, so that the decoder can start after the first."""
+    """Split a processed image into chunks of about `CHUNK_SLOTS` slots. The decoder can start after the first chunk."""
     pixels: ProcessedImage = image.pixels
     num_steps = len(pixels.step_slots)
     size = max(1, CHUNK_SLOTS * num_steps // max(1, pixels.num_slots))

@@ -1,7 +1,7 @@
-"""Lets torchvision be imported where its compiled operators cannot be loaded.
+"""Makes torchvision importable where its compiled operators cannot be loaded.
 
-`pip install torchvision` installs the CUDA build on Linux, whose library does not load beside a CPU build of torch.
-torchvision tolerates that, but its import then describes two operators that are not declared, and fails.
+`pip install torchvision` installs the CUDA build on Linux, whose library does not load with a CPU build of torch.
+torchvision ignores that, but its import then registers implementations of two undeclared operators, and fails.
 """
 
 import importlib.util
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-#: As declared in C++ (torchvision/csrc/ops/nms.cpp and ops/quantized/cpu/qnms_kernel.cpp).
+#: Both operators as declared in C++ (torchvision/csrc/ops/nms.cpp and ops/quantized/cpu/qnms_kernel.cpp).
 _OPERATORS = ("nms", "qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def declare_missing_operators() -> None:
-    """Load torchvision's operators, or declare those that its import describes. Idempotent."""
+    """Load torchvision's operators, or declare those that its import requires. Idempotent."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None:
         return

@@ -1,4 +1,4 @@
-"""Processes audio with a checkpoint's transformers processor, one by one."""
+"""Processes audio with a checkpoint's transformers processor, one file at a time."""
 
 import inspect
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from engines.text.chat_template import PLAIN_TEMPLATE
 from engines.text.processor import Item, MultimodalProcessor
 from engines.torch_backend.multimodal.processed import ProcessedImage, equal_steps
 
-#: Models whose audio the tests compare with transformers'; others are refused.
+#: Models whose audio input the tests compare with transformers. Audio is refused for other models.
 TAKES_AUDIO = frozenset(
     {
         "AudioFlamingo3ForConditionalGeneration",
@@ -28,11 +28,11 @@ TAKES_AUDIO = frozenset(
         "VoxtralForConditionalGeneration",
     }
 )
-#: Processors that take one audio file per prompt.
+#: Processors that accept only one audio file per prompt.
 _TAKES_ONE = frozenset({"AudioFlamingo3Processor", "GlmAsrProcessor"})
 _LENGTH_TOLERANCE_S = 0.05  #: codecs pad the last packet
 _TRANSCRIBE = "Transcribe the audio."
-#: Voxtral's prompts, which transformers leaves to mistral-common. Source: its `InstructTokenizerV7`.
+#: Chat template of Voxtral, which transformers leaves to mistral-common. Source: its `InstructTokenizerV7`.
 _VOXTRAL_TEMPLATE = (
     "{{ '<s>' }}"
     "{% set parts = messages | map(attribute='content') | sum(start=[]) %}"
@@ -40,7 +40,7 @@ _VOXTRAL_TEMPLATE = (
     "{% for m in messages %}"
     "{% set text = m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') | join('\n\n') %}"
     "{% if m['role'] == 'system' %}"
-    "{% if has_audio %}{{ raise_exception('it takes no system message beside audio') }}{% endif %}"
+    "{% if has_audio %}{{ raise_exception('it accepts no system message with audio') }}{% endif %}"
     "{{ '[SYSTEM_PROMPT]' + text + '[/SYSTEM_PROMPT]' }}"
     "{% elif m['role'] == 'assistant' %}{{ text + '</s>' }}"
     "{% else %}"
@@ -59,12 +59,12 @@ _VOXTRAL_TEMPLATE = (
     "{% if transcribes %}{{ 'lang:' + language if language }}{{ '[TRANSCRIBE]' }}{% endif %}"
     "{% endif %}{% endfor %}"
 )
-_MELS_PER_TOKEN = 8  #: of Voxtral
+_MELS_PER_TOKEN = 8  #: spectrogram frames per token of Voxtral
 _VOXTRAL_MAX_S = 2400  #: as published: 40 minutes
 
 
 class Audios:
-    """Audio of a checkpoint's processor. Units: seconds."""
+    """Processes audio with the audio part of a checkpoint's processor. Units: seconds."""
 
     def __init__(self, processor: Any, model_class: Any) -> None:
         self._processor = processor
@@ -114,8 +114,8 @@ class Audios:
         )
 
     def _slots_of_windows(self, inputs: dict[str, Tensor], num_slots: int) -> tuple[int, ...]:
-        """The slots of each window; none if windows are not encoded independently."""
-        if inputs.keys() == {"input_features"}:  # without masks, all have as many
+        """The number of slots of each window; () if windows are not encoded independently."""
+        if inputs.keys() == {"input_features"}:  # without masks, windows have equal numbers
             return equal_steps(num_slots, len(inputs["input_features"]))
         count = getattr(self._processor, "_get_audio_token_length", None)
         if count is None or inputs.keys() != {"input_features", "input_features_mask"}:
@@ -126,7 +126,7 @@ class Audios:
     def _check(self, length_s: float) -> None:
         if length_s > self.max_s + _LENGTH_TOLERANCE_S:
             raise InvalidImage(
-                f"The audio is {length_s:.1f} s long: this model takes at most {self.max_s:g} s; send shorter parts."
+                f"The audio is {length_s:.1f} s long; this model accepts at most {self.max_s:g} s. Send shorter parts."
             )
 
 
@@ -147,7 +147,7 @@ def find_audio(processor: Any, model_class: Any) -> Audios | None:
 
 
 def _spell(processor: Any) -> None:
-    """Make Voxtral's processor return audio and its text, which it only builds for conversations with mistral-common."""
+    """Add a method to Voxtral's processor that returns audio and its text; its own method requires mistral-common."""
     if type(processor).__name__ != "VoxtralProcessor":
         return
 
@@ -176,7 +176,7 @@ def _longest_s(processor: Any) -> float:
 
 
 def load_processor(directory: Path, kind: str, part: str) -> ProcessorMixin:
-    """A checkpoint's processor with this part. Raises: UnsupportedCheckpoint."""
+    """Load a checkpoint's processor, which must have the attribute `part`. Raises: UnsupportedCheckpoint."""
     try:
         processor = AutoProcessor.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -191,7 +191,7 @@ def load_processor(directory: Path, kind: str, part: str) -> ProcessorMixin:
 
 
 class TransformersAudio(MultimodalProcessor):
-    """Models that take audio but no images."""
+    """Processor of models that accept audio but no images."""
 
     def __init__(self, directory: Path, model_class: Any) -> None:
         processor: Any = load_processor(directory, "audio", "feature_extractor")
@@ -214,7 +214,7 @@ class TransformersAudio(MultimodalProcessor):
     def items(self, images: Sequence[tuple[str, Any]], slot: str) -> list[Item]:
         if self._takes_one and len(images) > 1:
             raise InvalidRequest(
-                f"This model takes one audio file; the request has {len(images)}.", "messages"
+                f"This model accepts one audio file; the request has {len(images)}.", "messages"
             )
         return [
             Item(name, None, audio, audio.text, kind="audio", slot_id=audio.slot_id)

@@ -1,4 +1,4 @@
-"""Processes images, videos and audio with a checkpoint's transformers processor, one by one.
+"""Processes images, videos and audio with a checkpoint's transformers processor, one at a time.
 
 The processor provides an item's text in the prompt (`replace_image_token`); the model's own methods compute its
 positions. Images are decoded before the processor gets them; only the frames that it samples from a video are decoded.
@@ -44,13 +44,13 @@ from shared.protocol import MediaKind
 
 
 class _Steps(NamedTuple):
-    """The temporal steps of a model's videos, which are encoded independently: long videos in chunks."""
+    """Temporal steps of a model's videos. They are encoded independently, which splits long videos into chunks."""
 
-    dim: int = 0  #: of the pixels
+    dim: int = 0  #: dimension of the steps in the pixels
     num_after: int = 0  #: features after those of the last step
 
 
-#: Models whose videos the tests compare with transformers'; others are refused.
+#: Models whose video input the tests compare with transformers. Videos are refused for other models.
 TAKES_VIDEO = {
     "Exaone4_5_ForConditionalGeneration": _Steps(),
     "Gemma4ForConditionalGeneration": _Steps(),
@@ -71,7 +71,7 @@ TAKES_VIDEO = {
     "SmolVLMForConditionalGeneration": _Steps(1),
     "VideoLlama3ForConditionalGeneration": _Steps(),
 }
-#: Outputs of the image encoder that a model's source reads, and that the engine retains.
+#: Outputs of the image encoder that a model's source code reads. The engine keeps only those in `_ROWS`.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
 _ROWS = frozenset({
     "pooler_output", "last_hidden_state", "deepstack_features", "visual_indicator_features",
@@ -97,10 +97,10 @@ _OF_POSITIONS = frozenset({"feature_attention_mask", "second_per_grid_ts", "vide
 #: Processors that add start and end tokens around each frame of a video. The chat template adds a pair around the
 #: placeholder too, and transformers 5.23 keeps both; models were trained without the outer pair.
 _WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
-#: Video processors that sample at a rate, up to a number of frames; others take either.
+#: Video processors that sample at a rate, up to a number of frames. Other processors accept a rate or a number.
 _SAMPLES_AT_RATE = frozenset({"SmolVLMVideoProcessor"})
-#: Models trained with text after a video at its largest position + 1. Transformers 5.23 puts the text at its first
-#: position plus the height or width of the grid (huggingface/transformers #45381).
+#: Models trained with the text after a video at the video's largest position + 1. Transformers 5.23 puts this text at
+#: the video's first position plus the height or width of the grid (huggingface/transformers #45381).
 _BEHIND_VIDEOS = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 )
@@ -141,7 +141,7 @@ class PositionHooks:
         with self._lock:
             base: Any = getattr(self._model, "model", None)
             if hasattr(base, "rope_deltas"):
-                base.rope_deltas = None  # of an earlier prompt
+                base.rope_deltas = None  # drop those of an earlier prompt
             positions = self._model._prepare_position_ids_for_generation(ids, kwargs)
             kwargs |= {
                 "position_ids": positions, "inputs_embeds": None, "past_key_values": None, "use_cache": False,
@@ -197,7 +197,7 @@ class PositionHooks:
         return {p.name: p.default is p.empty for p in parameters if p.kind not in kinds}
 
     def lets_images_see_themselves(self) -> bool:
-        """Whether images are bidirectional in some layer. Raises: UnsupportedCheckpoint for other masks."""
+        """Whether an image's tokens attend to each other in a layer. Raises: UnsupportedCheckpoint for other masks."""
         return bidirectional_layers(self._model) != frozenset()
 
 
@@ -228,7 +228,7 @@ class TransformersImages(MultimodalProcessor):
         )
         named = inspect.signature(processor._process_images).parameters.values()
         more = {p.name for p in named if p.kind is not p.VAR_KEYWORD} & merged.keys()
-        #: for images, and other required arguments
+        #: options for images, and other required arguments
         self._options = {name: merged[name] for name in more} | merged["images_kwargs"]
         self._hooks = PositionHooks.create(model_class, config)
         self._wanted = self._hooks.encoder_arguments()
@@ -255,7 +255,7 @@ class TransformersImages(MultimodalProcessor):
         spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
         placeholder: str = next(filter(None, spelled), "")
         if isinstance(processor, SmolVLMProcessor) and not _is_token(placeholder, tokenizer):
-            # published tokenizers lack the token; no template writes this one
+            # published tokenizers lack the video token; no template writes this replacement
             placeholder = processor.global_image_token
         if (
             model_class.__name__ not in TAKES_VIDEO
@@ -290,7 +290,7 @@ class TransformersImages(MultimodalProcessor):
         alone = self._make(image, [image], options)
         if _COUNTS not in alone.inputs:
             return alone
-        # all images of one prompt; the duplicate is dropped
+        # process the image twice in one prompt, and drop the duplicate
         several = self._make(image, [[image, image]], options)
         inputs = {
             name: x if name == _COUNTS or len(x) != 2 else x[:1]
@@ -398,7 +398,7 @@ class _Videos:
     _processor: Any
     _options: Mapping[str, Any]
     placeholder: str
-    #: Texts and ids of slot tokens that a video may have.
+    #: Texts and ids of slot tokens that a video can have.
     _slots: Mapping[MediaKind, tuple[str, int]]
     _hooks: PositionHooks
     _steps: _Steps
@@ -414,7 +414,7 @@ class _Videos:
             **self._options, "do_sample_frames": False, "return_metadata": True, "video_metadata": [metadata],
         }  # fmt: skip
         if isinstance(self._processor, OmniModalProcessorMixin):
-            # it assumes two frames a second, unless it is given the rate
+            # the processor assumes two frames per second unless the rate is given
             options = {
                 "videos_kwargs": {**options, "fps": metadata.sampled_fps},
                 "load_audio_from_video": False,
@@ -443,7 +443,7 @@ class _Videos:
         num_frames = len(indices)
         num_steps = num_frames if grid is None else int(grid[0, 0])
         if int(made.get("num_frames_per_video", [num_frames])[0]) != num_frames:
-            num_steps = 1  # some frames are joined
+            num_steps = 1  # the processor merged some frames
         kept = made.get("video_compression_mask")
         if kept is not None:
             steps = tuple(kept.view(num_steps, -1).sum(1).tolist())
@@ -497,7 +497,7 @@ class _Videos:
         return self._at_rate(fewer, info)
 
     def _at_rate(self, options: dict[str, Any], info: VideoInfo) -> dict[str, Any]:
-        """Options under which a processor that samples at a rate takes the number of frames."""
+        """Options that make a processor that samples at a rate return `num_frames` frames."""
         processor = self._processor.video_processor
         if type(processor).__name__ not in _SAMPLES_AT_RATE:
             return options
@@ -583,7 +583,7 @@ def _has_areas(images: Any, size: Mapping[str, int]) -> bool:
 
 
 def _own_area(images: Any) -> int:
-    """Pixels of the largest image that a processor makes, if it has that limit; else 0."""
+    """Maximum pixels of the images that a processor creates; 0 if it has no such limit."""
     size = {name: side for name, side in dict(images.size or {}).items() if side is not None}
     return size["longest_edge"] if _has_areas(images, size) else 0
 

@@ -476,7 +476,7 @@ class GenericModel(FamilyModel):
             return
         difference = difference_with_image(runner, self, example)
         if difference is None:
-            logger.warning("no self-check with an image: the KV cache is too small for its prompt")
+            logger.warning("self-check: %d tokens do not fit the KV cache", len(example.token_ids))
         else:
             self._check(difference, "of a prompt with an image ")
 

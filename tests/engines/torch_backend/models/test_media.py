@@ -609,11 +609,11 @@ def test_more_audio_than_the_processor_takes_is_refused(
     audio_model: Loaded, pool: VideoPool
 ) -> None:
     if audio_model.family.name in ONE_AUDIO:
-        with pytest.raises(InvalidRequest, match="takes one audio file; the request has 2"):
+        with pytest.raises(InvalidRequest, match="accepts one audio file; the request has 2"):
             ask(pool, audio_model.processor, AUDIO_QUESTIONS["two"])
     if audio_model.family.name not in ANY_LENGTH:
         with pytest.raises(
-            InvalidImage, match=r"41.0 s long: this model takes at most (4|40|30) s"
+            InvalidImage, match=r"41.0 s long; this model accepts at most (4|40|30) s"
         ):
             process_audio(pool, audio_model.processor, make_audio(seconds=41.0))
         with pytest.raises(InvalidImage, match=r"too short|cannot process this audio"):
@@ -702,7 +702,7 @@ def test_prompts_of_voxtral_are_those_of_mistral_common(
     for turns, text in asked:
         expected = theirs(text, add_special_tokens=False)["input_ids"]
         assert ask_voxtral(pool, ours, turns).token_ids == expected
-    with pytest.raises(InvalidRequest, match="no system message beside audio"):
+    with pytest.raises(InvalidRequest, match="no system message with audio"):
         ask_voxtral(pool, ours, [("system", ["Be brief."]), ("user", ["wav", "What?"])])
 
 
