@@ -1,7 +1,7 @@
 """The CPU's instruction set as a level, detected once and passed to the operators.
 
-The level determines the compiler flags of the C++ kernels, and up to how many tokens they are faster than torch's
-kernels. Levels below the machine's can be selected, so that one machine can test all of them.
+The level determines the compiler flags of the C++ kernels, and the number of tokens up to which they are faster than
+torch's kernels. Levels below the machine's can be selected, so that one machine can test several levels.
 """
 
 import platform
@@ -25,8 +25,8 @@ class CpuLevel:
     name: str
     machines: tuple[str, ...] = ()  #: of `platform.machine`; empty: any
     needs: frozenset[str] = frozenset()  #: flags of /proc/cpuinfo
-    #: Compiler flags; None: no C++ kernels. Single instruction sets, because older compilers do not know named
-    #: levels.
+    #: Compiler flags, one per instruction set, because older compilers lack flags for whole levels. None: no C++
+    #: kernels.
     compiler_flags: tuple[str, ...] | None = None
     #: Up to this number of tokens, C++ kernels are faster than torch's products with float weights.
     max_float_tokens: int = _ALWAYS
@@ -43,7 +43,7 @@ class CpuLevel:
         return not self.bfloat16_flags.isdisjoint(cpu_flags())
 
     def lacks(self) -> str:
-        """Why this machine does not support it; empty if it does."""
+        """The reason why this machine does not support the level; empty if it does."""
         if self.machines and platform.machine() not in self.machines:
             return f"{self.name} is not for {platform.machine()}"
         missing = self.needs - cpu_flags()
@@ -89,12 +89,12 @@ LEVELS = (
 
 @cache
 def choose_level() -> CpuLevel:
-    """The largest level that this machine supports and torch may use: ATEN_CPU_CAPABILITY lowers both.
+    """The largest level that this machine supports and torch can use. ATEN_CPU_CAPABILITY limits both.
 
-    With matrix units (AMX), torch computes bfloat16 products and attention of many tokens faster than the kernels: 97 ms
-    and 513 ms for 512 tokens and 2048 x 2048 weights on two cores of a Sapphire Rapids. Attention of a layer with 32
-    heads took 10 ms and 17 ms for a prompt of 607 tokens, and as long for one of 128, on two cores of another Xeon.
-    There, int8 weights of 5632 x 2048 took 12 ms dequantized, and 28 ms in the kernel, for 608 tokens; 96 took as long.
+    With matrix units (AMX), torch is faster than the kernels for many tokens. On two cores of a Sapphire Rapids, 512
+    tokens and 2048 x 2048 bfloat16 weights took 97 ms in torch and 513 ms in the kernel. On two cores of another Xeon,
+    attention with 32 heads took 10 and 17 ms for 607 tokens, and equal times for 128 tokens. There, int8 weights of
+    5632 x 2048 took 12 ms (dequantized) and 28 ms for 608 tokens, and equal times for 96 tokens.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS
@@ -109,7 +109,7 @@ def choose_level() -> CpuLevel:
 
 
 def has_matrix_units() -> bool:
-    """Whether torch may use AMX."""
+    """Whether torch can use AMX."""
     capability = torch.backends.cpu.get_cpu_capability()
     return "amx_bf16" in cpu_flags() and capability.startswith("AVX512")
 
@@ -120,7 +120,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def read_cpuinfo(*names: str) -> str:
-    """The first value of one of these fields, such as `model name`, in Linux; empty elsewhere."""
+    """The first value of one of these fields, such as `model name`, on Linux; empty on other systems."""
     try:
         lines = CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:

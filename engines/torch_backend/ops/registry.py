@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 #: `fast` rounds activations for int8 and int4 weights to 8 bits, `exact` to 16; `off` disables C++ kernels.
 CpuKernels = Literal["fast", "exact", "off"]
 REFERENCE = "reference"
-#: Not an operator, but disabled in the same way.
+#: Name that disables CUDA graphs, in the same setting as operators.
 CUDA_GRAPH = "cuda_graph"
 
 #: Shapes of examples without a model.
@@ -46,10 +46,10 @@ class Site:
     block_size: int = 16
     cpu_kernels: CpuKernels = "off"
     level: CpuLevel = field(default_factory=choose_level)
-    stored: torch.dtype | None = None  #: of floating-point weights, if not `dtype`
-    joins: bool = False  #: whether weights with a common input may be copied into one
-    interprets: bool = False  #: whether kernels may run in Triton's interpreter
-    seed: int = 0  #: of the numbers of examples
+    stored: torch.dtype | None = None  #: dtype of floating-point weights; None: `dtype`
+    joins: bool = False  #: whether weights with a common input can be copied into one
+    interprets: bool = False  #: whether kernels can run in Triton's interpreter
+    seed: int = 0  #: seed of the examples' numbers
 
     @property
     def bits(self) -> int:
@@ -68,7 +68,7 @@ class Site:
         return values.to(self.device, self.dtype)
 
     def pool(self, num_blocks: int = 8) -> KVCachePool:
-        """The KV cache of one layer, filled."""
+        """A KV cache pool of one layer, filled with numbers."""
         text = replace(self.text, num_layers=1)
         pool = KVCachePool(text, num_blocks, self.block_size, self.dtype, self.device)
         num_slots = num_blocks * self.block_size
@@ -81,18 +81,18 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     name: str
-    #: A function with the reference's signature; may raise any exception.
+    #: Returns a function with the reference's signature. Can raise any exception.
     build: Callable[[Site], Any]
-    lacks: Callable[[Site], str]  #: why it is not supported; empty if it is
+    lacks: Callable[[Site], str]  #: reason why a site does not support it; empty if it does
     #: Allowed difference relative to the largest number.
     tolerance: Callable[[Site], float] = lambda site: site.tolerance
-    #: Variants for which it must be correct.
+    #: Variants of a site for which it must be correct.
     variants: Callable[[Site], Iterable[Site]] = lambda site: (site,)
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator. `example` calls an implementation and returns all that it returns and changes."""
+    """An operator. `example` calls an implementation, and returns its results and the tensors that it changes."""
 
     name: str
     reference: Any
@@ -100,7 +100,7 @@ class Op:
     example: Callable[[Any, Site], list[Tensor]]
 
     def complaint(self, candidate: Candidate, site: Site) -> str:
-        """Why a candidate cannot be used; empty if it can."""
+        """The reason why a candidate cannot be used; empty if it can."""
         return candidate.lacks(site) or next(
             filter(None, (self._try(candidate, each) for each in candidate.variants(site))), ""
         )
@@ -140,7 +140,7 @@ class Ops:
         return torch.float32 if self.is_native and dtype is torch.float16 else dtype
 
     def uses(self, name: str, candidate: str | None = None) -> bool:
-        """Whether that candidate, or any, replaces the reference of an operator."""
+        """Whether the candidate, or any candidate for None, replaces an operator's reference."""
         found = self.chosen[name]
         return found != REFERENCE if candidate is None else found == candidate
 
@@ -180,7 +180,7 @@ def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None 
 
 
 def _names(op: Op, candidate: Candidate) -> set[str]:
-    """The names by which a candidate is disabled: `triton` is also the kind of `triton_varlen`."""
+    """The names that disable a candidate. `triton` also disables `triton_varlen`."""
     kind = candidate.name.partition("_")[0]
     return {op.name, kind, candidate.name, f"{op.name}.{candidate.name}"}
 
@@ -190,7 +190,7 @@ def check_disabled(names: Collection[str]) -> None:
     known = {CUDA_GRAPH}.union(*(_names(op, c) for op in discover() for c in op.candidates))
     if unknown := sorted(set(names) - known):
         raise EngineStartError(
-            f"VLM_ENGINE__DISABLED_OPS: there is no operator {unknown[0]!r}; there are "
+            f"VLM_ENGINE__DISABLED_OPS: unknown name {unknown[0]!r}; supported names: "
             f"{', '.join(sorted(known))}"
         )
 

@@ -9,6 +9,6 @@ AddNorm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]
 
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The stream with `delta` added, and normalised. Shapes: x, delta (N, C), gain (C,); returns two (N, C)."""
+    """The stream plus `delta`, and the RMS norm of this sum. Shapes: x, delta (N, C), gain (C,); returns two (N, C)."""
     total = x if delta is None else x + delta
     return total, F.rms_norm(total, gain.shape, gain.to(total.dtype), eps)

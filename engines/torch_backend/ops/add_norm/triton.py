@@ -1,7 +1,7 @@
 """Add to the residual stream and normalise it, in one pass over the row."""
 
 # pyright: reportCallIssue=false
-# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
+# The launcher accepts `num_warps` and `num_stages` besides the kernel's arguments.
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def _add_norm_kernel(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The stream with `delta` added, and normalised. Shapes: x, delta (N, C), gain (C,); returns two (N, C)."""
+    """The stream plus `delta`, and the RMS norm of this sum. Shapes: x, delta (N, C), gain (C,); returns two (N, C)."""
     x = x.contiguous()
     num_rows, width = x.shape
     total = x if delta is None else torch.empty_like(x)

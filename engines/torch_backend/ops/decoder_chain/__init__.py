@@ -19,7 +19,7 @@ _SEQUENCES = [SequenceRows(0, 1, 2, [7]), SequenceRows(1, 1, 90, [5, 0, 3, 9, 8,
 
 
 def _example(create: CreateChain, site: Site) -> list[Tensor]:
-    """Two layers over kernels that have their own examples."""
+    """Compute two layers with kernels that other operators' examples test."""
     text = site.text
     width, inner, heads = text.hidden_size, text.intermediate_size, text.num_heads * text.head_dim
     kv = text.num_kv_heads * text.head_dim

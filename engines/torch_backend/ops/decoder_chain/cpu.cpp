@@ -6,9 +6,9 @@
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_LAYER = 1 << 16;  // products of a layer that take as long as ten barriers
+constexpr int64_t MIN_PARALLEL_LAYER = 1 << 16;  // multiplications of a layer that take as long as ten barriers
 
-// One of a layer's products, followed by a barrier.
+// Computes one matrix product of a layer, followed by a barrier.
 void multiply_rows(const Step& product, const Layers& step, const float* x, float* y, bool adds, Workspace& workspace) {
     Step filled = product;
     filled.num_tokens = step.attention->num_tokens;

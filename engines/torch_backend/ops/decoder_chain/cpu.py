@@ -18,7 +18,7 @@ from engines.torch_backend.ops.registry import Site
 
 
 def build(site: Site) -> CreateChain:
-    """The kernel, for layers that it supports completely."""
+    """The kernel's constructor, which returns None if the kernel does not support all layers."""
     library = native.load(site.level)
 
     def create(layers: Sequence[LayerProducts]) -> Chain | None:

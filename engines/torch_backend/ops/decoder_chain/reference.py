@@ -35,7 +35,7 @@ CreateChain = Callable[[Sequence[LayerProducts]], Chain | None]
 
 
 class CallByCall:
-    """One call per part."""
+    """The reference: one call for each product and attention of a layer."""
 
     def __init__(self, layers: Sequence[LayerProducts]) -> None:
         self._layers = layers

@@ -1,4 +1,4 @@
-"""Dense attention: packed sequences of image or text tokens, each attending within itself, without padding."""
+"""Dense attention within each of several packed sequences of image or text tokens, without padding."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ _LENGTHS = [(n, n) for n in (1, 5, 5, 6, 13, 37)]
 
 
 def _example(attend: DenseAttention, site: Site) -> list[Tensor]:
-    """Sequences of odd lengths."""
+    """Sequences of various lengths, and some queries that attend to all keys."""
     num_tokens = sum(count for count, _ in _LENGTHS)
     joined = 3 * site.numbers(num_tokens, 3, 3, site.text.head_dim)
     query, key, value = joined.unbind(1)

@@ -15,7 +15,7 @@ from engines.torch_backend.ops.cpu_level import has_matrix_units
 #: Queries, keys, values, and the numbers of queries and keys of each sequence.
 DenseAttention = Callable[[Tensor, Tensor, Tensor, Sequence[tuple[int, int]]], Tensor]
 
-#: From this number, two bfloat16 products are faster on a CPU without matrix units than torch's fused attention.
+#: From this number of keys, two bfloat16 products are faster than torch's fused attention on CPUs without matrix units.
 _MIN_PLAIN_TOKENS = 96
 
 
@@ -32,7 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[in
             for x in (key, value)
         )
         if is_plain and num_keys >= _MIN_PLAIN_TOKENS:
-            # one by one: the scores of a sequence are quadratic
+            # one sequence at a time, because the size of its scores is quadratic
             parts += [_attend_plainly(*each) for each in zip(queries, keys, values, strict=True)]
         else:
             out = F.scaled_dot_product_attention(queries, keys, values)
@@ -42,6 +42,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[in
 
 
 def _attend_plainly(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """One sequence. Shapes: (H, n, D); returns (n, H, D)."""
+    """Attention of one sequence. Shapes: (H, n, D); returns (n, H, D)."""
     scaled = query * query.shape[-1] ** -0.5
     return ((scaled @ key.transpose(-1, -2)).softmax(-1) @ value).transpose(0, 1)

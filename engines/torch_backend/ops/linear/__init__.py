@@ -1,4 +1,4 @@
-"""Products with linear layers: float, int8 and int4 weights."""
+"""Matrix products of linear layers with float, int8 and int4 weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,7 +31,7 @@ from engines.torch_backend.ops.native.library import FLOAT_KINDS
 from engines.torch_backend.ops.registry import Candidate, Op, Site
 from engines.torch_backend.ops.triton_kernel import triton_candidate
 
-#: Creates an example's layer of (outputs, inputs).
+#: Creates a layer of shape (outputs, inputs) for an example.
 Make = Callable[[Site, tuple[int, int]], Linear]
 
 
@@ -45,13 +45,13 @@ def make_float(site: Site, shape: tuple[int, int]) -> Linear:
 def _make_int8(site: Site, shape: tuple[int, int]) -> Linear:
     layer = empty_linear(shape[1], shape[0])
     integers = (site.numbers(*shape).float() * 127).to(torch.int8)
-    scale = site.numbers(shape[0], seed=3) / 127  # of weights up to 1: float16 holds their products
+    scale = site.numbers(shape[0], seed=3) / 127  # weights of at most 1, so float16 holds products
     layer.hold(INT8, {"integers": integers, "scale": scale})
     return layer
 
 
 def _make_int4(site: Site, shape: tuple[int, int], is_narrow: bool) -> Linear:
-    """`is_narrow`: with scales that bfloat16 can hold."""
+    """`is_narrow`: whether bfloat16 represents the scales exactly."""
     layer = empty_linear(shape[1], shape[0])
     size = choose_group_size(shape[1]) or shape[1]
     pairs = (site.numbers(shape[0], shape[1] // 2).float().abs() * 255).to(torch.uint8)
@@ -67,7 +67,7 @@ def _example(makes: Sequence[Make], bind: Bind, site: Site) -> list[Tensor]:
 
 
 def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
-    """Products of one layer, and of two with each prologue, added to a tensor."""
+    """Products of one layer, and of two joined layers with each prologue, added to a tensor."""
     stream = site.dtype if site.cpu_kernels == "off" else torch.float32
 
     def numbers(*shape: int, seed: int) -> Tensor:
@@ -76,11 +76,11 @@ def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
     def kernel(layers: list[Linear], prologue: Prologue) -> LinearKernel:
         return bind(layers, prologue, site.dtype) or ReferenceKernel(layers, site.dtype)
 
-    width = 3 * site.text.hidden_size  # groups, and a part of one
+    width = 3 * site.text.hidden_size  # several blocks of inputs, and an incomplete one
     layer = make(site, (50, width))
     alone = kernel([layer], Prologue())
     found = [alone(numbers(rows, width, seed=rows)) for rows in (1, 3, 6, 64)]
-    if site.cpu_kernels == "fast":  # in steps of many tokens
+    if site.cpu_kernels == "fast":  # as in steps of many tokens
         x = numbers(64, width, seed=64)
         is_packed = isinstance(layer.method, PackedMethod)
         found.append(apply(layer, x.bfloat16() if is_packed else x))
@@ -96,21 +96,21 @@ def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
 
 
 def _float_variants(site: Site) -> list[Site]:
-    """Every type of stored weights, and a bfloat16 engine if kernels round as it does."""
+    """Sites with every dtype of stored weights, and one with a bfloat16 engine if kernels round to bfloat16."""
     stored = [replace(site, stored=dtype) for dtype in FLOAT_KINDS]
     is_rounded = site.level.max_rounded_tokens > 0
     return [*stored, replace(site, dtype=torch.bfloat16)] if is_rounded else stored
 
 
 def _integer_op(name: str, multiply: Callable[..., Multiply], *makes: Make) -> Op:
-    """An operator for integer weights; `multiply`: the product of Triton's kernel."""
+    """An operator for integer weights. `multiply` adapts Triton's kernel to joined layers."""
     candidates: tuple[Candidate, ...] = (
         Candidate("cpu", build, native.lacks, lambda site: {8: 2e-2, 16: 1e-4}[site.bits]),
         replace(
             triton_candidate(
                 "linear", name.replace("linear", "multiply"), lambda f: bind_joined(multiply(f))
             ),
-            # sums of thousands of products in float32, in another order
+            # float32 sums of thousands of products depend on their order
             tolerance=lambda site: max(1e-5, site.tolerance),
         ),
         JOINED,

@@ -33,8 +33,8 @@ inline __attribute__((always_inline)) void multiply_block(const float* x, int64_
 
 constexpr int64_t ROW_INPUTS = 3072;  // up to this many inputs of a token leave most of the L1 cache to weights
 
-// Multiplies one token by one output: one stream is read from memory faster than eight, unless rows read their inputs
-// from the L2 cache. Four sums hide the latency of the additions.
+// Multiplies one token by one output, because one stream is read from memory faster than eight if the inputs stay in
+// the L1 cache. Four sums hide the latency of the additions.
 template <class W>
 inline float multiply_row(const float* x, const W* w, int64_t num_inputs) {
     constexpr int64_t PARTS = 4;
@@ -47,7 +47,7 @@ inline float multiply_row(const float* x, const W* w, int64_t num_inputs) {
     return sum((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
 }
 
-// The arguments of a product of all tokens, which are few, and some outputs.
+// The arguments of a product of few tokens with some outputs.
 template <class W>
 struct Block {
     const float* x;
@@ -80,9 +80,9 @@ struct Block {
 };
 
 constexpr int64_t MAX_DIRECT_TOKENS = 4;
-constexpr int64_t TOKENS = 96, OUTPUTS = COLUMNS, INPUTS = 128;  // of a panel, which fits the L1 cache
+constexpr int64_t TOKENS = 96, OUTPUTS = COLUMNS, INPUTS = 128;  // size of a panel, which fits the L1 cache
 
-// Weights of some outputs as float32 columns, whose lanes are outputs, and their sums for some tokens.
+// Weights of some outputs as float32 vectors whose lanes are outputs, and the sums of some tokens.
 struct Panel {
     float weights[INPUTS][OUTPUTS];
     float sums[TOKENS][OUTPUTS];

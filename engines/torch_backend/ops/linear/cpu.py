@@ -1,4 +1,4 @@
-"""Linear layers by the C++ kernels: packed weights, fused with the operations before and after the layer.
+"""Linear layers computed by C++ kernels, with packed weights, fused with the operations before and after the layer.
 
 Shape letters: M tokens, K inputs, N outputs.
 """
@@ -90,7 +90,7 @@ def pack(layer: Linear) -> None:
 
 
 def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
-    """Pack the quantized layers. Those without a correct kernel run in torch, in `Ops.product_dtype(dtype)`."""
+    """Pack the quantized layers. Layers without a usable kernel run in torch, in `Ops.product_dtype(dtype)`."""
     for layer, method in quantized_layers(model):
         if ops.uses(method.op, "cpu"):
             pack(layer)
@@ -99,7 +99,7 @@ def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 
 
 def pack_int8_beside(model: nn.Module, ops: Ops) -> None:
-    """Quantize the layers outside a quantized decoder that may be int8."""
+    """Quantize to int8 the layers outside a quantized decoder that allow it."""
     if not ops.uses("linear_int8", "cpu"):
         return
     for layer in model.modules():

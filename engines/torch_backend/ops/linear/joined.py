@@ -17,7 +17,7 @@ from engines.torch_backend.ops.registry import Candidate
 #: Up to this number of rows, a kernel reads the integer weights; for more rows they are dequantized.
 MAX_KERNEL_ROWS = 64
 
-#: (x (M, K), a joined layer) to (M, N) without its bias.
+#: Product of an input and a joined layer, without the bias. Shapes: (M, K); returns (M, N).
 Multiply = Callable[[Tensor, nn.Module], Tensor]
 
 
@@ -28,7 +28,7 @@ class JoinedKernel:
     fuses_prologue = adds = False
 
     def __init__(self, layer: nn.Module, kernel: Multiply | None) -> None:
-        """`kernel`: for few rows."""
+        """`kernel`: used for up to `MAX_KERNEL_ROWS` rows; None: torch computes all products."""
         self._layer = layer
         self._method = method_of(layer)
         self._kernel = kernel
@@ -44,7 +44,7 @@ class JoinedKernel:
 
 
 def bind_joined(kernel: Multiply | None = None) -> Bind:
-    """Bind layers of one format: layers with a common input have the same number of inputs, and so the same format."""
+    """Bind layers of one method. Layers with a common input have equal numbers of inputs, so equal group sizes."""
 
     def bind(
         layers: Sequence[nn.Module], prologue: Prologue, dtype: torch.dtype

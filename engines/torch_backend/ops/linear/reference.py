@@ -21,10 +21,10 @@ UNLIMITED = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Prologue:
-    """Applied to an input before it is multiplied. At most one field is set."""
+    """The operation on an input before the matrix product. At most one field is set."""
 
     norm: RMSNorm | None = None
-    gate: Callable[[Tensor], Tensor] | None = None  #: inputs are pairs (g, u): gate(g) * u
+    gate: Callable[[Tensor], Tensor] | None = None  #: of inputs (g, u), computes gate(g) * u
     activation: Callable[[Tensor], Tensor] | None = None
 
     def __bool__(self) -> bool:
@@ -41,11 +41,11 @@ class Prologue:
 
 
 class LinearKernel(Protocol):
-    """Linear layers bound to an operator. `LinearGroup` computes what the kernel does not fuse."""
+    """Linear layers bound to an operator. `LinearGroup` computes the operations that the kernel does not fuse."""
 
     max_tokens: int  #: for more tokens the reference is faster
     fuses_prologue: bool
-    adds: bool  #: whether it adds to a float32 tensor in place
+    adds: bool  #: whether it can add the product to a float32 tensor in place
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         """Shapes: (M, K); returns (M, N), in `add_to` if it is given."""
@@ -60,7 +60,7 @@ class ReferenceKernel:
     """Runs the reference arithmetic of each layer, in one dtype for all weights."""
 
     _layers: Sequence[nn.Module]
-    _dtype: torch.dtype | None = None  #: None: that of the input
+    _dtype: torch.dtype | None = None  #: None: the dtype of the input
     max_tokens = UNLIMITED
     fuses_prologue = adds = False
 

@@ -1,8 +1,8 @@
-// Products of bfloat16 weights in the order of checkpoints with activations rounded to bfloat16, summed in float32.
+// Products of activations rounded to bfloat16 with bfloat16 weights in the order of checkpoints, summed in float32.
 //
 // A lane has two inputs. One or two tokens are multiplied by four rows that are far apart, because four adjacent rows
-// are read from memory at half the rate. More tokens are packed by `RoundedTokens`, because rows a power of two apart would share
-// sets of the L1 cache. The order of a token's sums is fixed: its result does not depend on other tokens.
+// are read from memory at half the rate. More tokens are packed by `RoundedTokens`, because rows a power of two apart
+// would share sets of the L1 cache. The order of a token's sums is fixed, so its result does not depend on other tokens.
 #include <algorithm>
 #include <type_traits>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t WIDTH = ROUNDED_WIDTH;
 constexpr int64_t MAX_ROW_TOKENS = 2;
-constexpr int64_t INPUTS = 2048;              // of a pass: those of six tokens fit the L1 cache
+constexpr int64_t INPUTS = 2048;              // of a pass; the inputs of six tokens fit the L1 cache
 constexpr int64_t PANEL_WEIGHTS = 64 * 2048;  // stay in the L2 cache for many tokens
 constexpr int64_t MANY_TOKENS = 48, MANY_OUTPUTS = 64, FEW_OUTPUTS = 16;
 
@@ -154,7 +154,7 @@ void multiply_tokens(int64_t count, const BFloat16* x, const BFloat16* w, int64_
     }
 }
 
-// Multiplies all tokens by the outputs start..stop, which stay in the L2 cache, and prefetches the next outputs.
+// Multiplies all tokens by the outputs start..stop, whose weights stay in the L2 cache, and prefetches the next weights.
 void multiply_panel(const Linear& linear, const RoundedTokens& tokens, const BFloat16* x, const Target& target,
                     int64_t start, int64_t stop, Ahead ahead) {
     const int64_t width = linear.num_inputs;

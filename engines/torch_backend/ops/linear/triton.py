@@ -15,8 +15,8 @@ from torch import Tensor
 from engines.torch_backend.ops.triton_types import product_dtype
 
 _OUTPUTS = 16  # per program: few, so that even the narrowest product fills the device
-_INPUTS = 256  # of int8 weights, read together; a weight's row is contiguous
-_GROUPS = 4  # of 64 int4 inputs, read together
+_INPUTS = 256  # int8 inputs per iteration, because a row of weights is contiguous
+_GROUPS = 4  # groups of 64 int4 inputs per iteration
 
 
 @triton.jit
@@ -50,7 +50,7 @@ def _multiply_int8_kernel(
 
 
 def multiply_int8(x: Tensor, integers: Tensor, scale: Tensor) -> Tensor:
-    """A few rows. Shapes: x (M, K), integers (N, K), scale (N,); returns (M, N)."""
+    """Multiply a few rows by int8 weights. Shapes: x (M, K), integers (N, K), scale (N,); returns (M, N)."""
     block = min(_INPUTS, max(16, triton.next_power_of_2(x.shape[1])))
     return _launch(_multiply_int8_kernel, x, (integers, scale), len(integers), BLOCK_K=block)
 
@@ -70,7 +70,7 @@ def _multiply_int4_kernel(
     BLOCK_N: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """A program computes `BLOCK_N` outputs of all rows, `GROUPS` groups of 2 `HALF` inputs at once."""
+    """A program computes `BLOCK_N` outputs of all rows, `GROUPS` groups of 2 `HALF` inputs per iteration."""
     m = tl.arange(0, BLOCK_M)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_mask = (m < M)[:, None]
@@ -78,7 +78,7 @@ def _multiply_int4_kernel(
     rows = n.to(tl.int64)[:, None] * (K // 2)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, K // (2 * HALF), GROUPS):
-        i = first * HALF + tl.arange(0, GROUPS * HALF)  # of the pair in its row
+        i = first * HALF + tl.arange(0, GROUPS * HALF)  # index of the pair in its row
         inside = (i < K // 2)[None, :]
         left_places = x + m[:, None] * K + ((i // HALF) * HALF + i)[None, :]
         left = tl.load(left_places, mask=row_mask & inside, other=0.0)
@@ -107,7 +107,7 @@ def _for_each_pair(x, GROUPS: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.cons
 
 
 def multiply_int4(x: Tensor, pairs: Tensor, scale_zero: Tensor) -> Tensor:
-    """A few rows. Shapes: x (M, K), pairs (N, K / 2), scale_zero (G, N, 2); returns (M, N)."""
+    """Multiply a few rows by int4 weights. Shapes: x (M, K), pairs (N, K / 2), scale_zero (G, N, 2); returns (M, N)."""
     num_groups, num_outputs, _ = scale_zero.shape
     constants = {
         "HALF": x.shape[1] // num_groups // 2,

@@ -1,4 +1,4 @@
-"""C++ for CPUs, compiled on first use: shared sources, and the library of all operators."""
+"""C++ kernels for CPUs, compiled on first use: sources that operators share, and the library of all operators."""
 
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ def load(level: CpuLevel) -> Library:
 
 
 def lacks(site: Site) -> str:
-    """Why there are no C++ kernels."""
+    """The reason why there are no C++ kernels; empty if there are."""
     if site.device.type != "cpu":
         return "C++ kernels are for CPUs"
     if site.cpu_kernels == "off":

@@ -1,7 +1,6 @@
-// Enums and structs that Python and C++ share; library.py parses the structs. A line has fields of one type.
+// Enums and structs that Python and C++ share. library.py parses the structs: each line declares fields of one type.
 //
-// Shape letters: M or N tokens, K inputs, N outputs, S sequences, H query heads, K key/value heads,
-// D head width.
+// Shape letters: M or N tokens, K inputs, N outputs, S sequences, H query heads, K key/value heads, D head width.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@ struct Step {
     const Linear* linears;  // of one kind and width; their outputs are concatenated in y
     int32_t count;
     int32_t before;
-    int32_t bits;  // of activations: 8 or 16 for integer weights; for BFLOAT16 16 (rounded to it) or 32
+    int32_t bits;  // of activations: 8 or 16 for integer weights; 16 (rounded to bfloat16) or 32 for BFLOAT16 weights
     float eps;
     const float* gain;  // (K,), gain of the norm
     int64_t num_tokens;

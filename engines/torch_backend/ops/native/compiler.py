@@ -1,8 +1,8 @@
 """Compiles C++ sources to a shared library for a CPU level, in the user's cache folder.
 
 The file is named by its level and the hash of sources, flags and compiler. It is written under a temporary name and
-renamed, so that workers that start together compile once and never load a partial file. It ends with a hash of its content:
-a file damaged by a power loss is compiled again instead of crashing its process.
+renamed, so that workers that start together compile once and never load a partial file. The file ends with a hash of
+its content, so that a file damaged by a power loss is compiled again instead of crashing the process.
 """
 
 import fcntl
@@ -22,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fno-math-errno", "-fno-trapping-math")  # fmt: skip
-_TIMEOUT_S = 900  # it takes minutes on a busy machine
+_TIMEOUT_S = 900  # a compilation takes minutes on a busy machine
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class CannotCompile(Exception):
-    """There is no compiler, the cache folder cannot be used, or the compiler failed; the message says which."""
+    """The compiler is missing or failed, or the cache folder cannot be used. The message has the reason."""
 
 
 def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None) -> Path:
@@ -47,10 +47,10 @@ def compile_library(directory: Path, level: CpuLevel, cache: Path | None = None)
         if not _is_whole(library):
             with open(folder / f"{name}.lock", "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                if not _is_whole(library):  # another process may have compiled it meanwhile
+                if not _is_whole(library):  # else another process has compiled it
                     _compile([compiler, *flags, *folders], sources, library)
     except OSError as error:
-        raise CannotCompile(f"cannot write compiled kernels: {error}") from None
+        raise CannotCompile(f"cannot write compiled kernels; set XDG_CACHE_HOME: {error}") from None
     return library
 
 
@@ -58,7 +58,7 @@ def _find_compiler() -> str:
     names = [name for name in (os.environ.get("CXX"), *_COMPILERS) if name]
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found is None:
-        raise CannotCompile(f"no C++ compiler ({', '.join(names)})")
+        raise CannotCompile(f"no C++ compiler; install one of {', '.join(names)}, or set CXX")
     return found
 
 
@@ -66,16 +66,16 @@ def _cache_folder() -> Path:
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:  # a user without a home directory
-        raise CannotCompile(f"no cache folder: {error}") from None
+        raise CannotCompile(f"no cache folder; set XDG_CACHE_HOME: {error}") from None
     return Path(base) / "vlm-fleet" / "kernels"
 
 
 def _check_private(folder: Path) -> None:
-    """The folder's content is executed. Raises: CannotCompile if others may write to it."""
+    """Raises: CannotCompile if other users can write to the folder, whose content is executed."""
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise CannotCompile(
-            f"other users may write to {folder}; set XDG_CACHE_HOME to another folder"
+            f"other users can write to {folder}; set XDG_CACHE_HOME to another folder"
         )
 
 
@@ -112,7 +112,7 @@ def _compile(command: list[str], sources: list[Path], library: Path) -> None:
         output = Path(scratch) / library.name
         _run([*command, "-shared", *map(str, objects), "-o", str(output)])
         body = output.read_bytes()
-        output.write_bytes(body + hashlib.sha256(body).digest())  # loaders ignore it
+        output.write_bytes(body + hashlib.sha256(body).digest())  # loaders ignore trailing bytes
         output.replace(library)
     logger.info("compiled CPU kernels in %.1f s: %s", time.perf_counter() - started, library)
 

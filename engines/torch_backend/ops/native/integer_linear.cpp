@@ -7,7 +7,7 @@
 //
 // 64 bytes have 4 inputs of output 0, 4 of output 1, ...; for int4, four inputs in the low nibbles and the next four in
 // the high ones. So 32-bit lanes are outputs, sums need no shuffling, and memory is read as one stream. Sums of a
-// group are exact, and groups are added in order: a token's result does not depend on other tokens.
+// group are exact, and groups are added in order, so a token's result does not depend on other tokens.
 #include <algorithm>
 #include <utility>
 
@@ -16,10 +16,10 @@
 
 namespace {
 
-// A tile's outputs are one vector with AVX-512, else two. Counts of tokens whose sums fit the registers.
+// PARTS: vectors of a tile's outputs, one with AVX-512. Tokens: numbers of tokens whose sums fit the registers.
 #if defined(__AVX512VNNI__)
 constexpr int PARTS = 1;
-using Int8Tokens = std::integer_sequence<int, 12, 8, 4, 3, 2, 1>;  // of bytes
+using Int8Tokens = std::integer_sequence<int, 12, 8, 4, 3, 2, 1>;  // for int8 weights and activations
 using Tokens = std::integer_sequence<int, 8, 4, 3, 2, 1>;
 #else
 constexpr int PARTS = 2;
@@ -41,7 +41,7 @@ inline T load_as(const void* source) {
 // Four activations that all lanes share.
 inline Part broadcast(const void* four_bytes) { return load_as<int32_t>(four_bytes) - Part{}; }
 
-// Products of bytes, four to a lane, are added to sums; words are multiplied two to a lane.
+// Adds products of bytes, four per lane, to sums. Words are multiplied two per lane.
 #if defined(__AVX512VNNI__)
 #define VLM_DOT_BYTES(sums, a, b) (Part)_mm512_dpbusd_epi32((__m512i)(sums), (__m512i)(a), (__m512i)(b))
 inline Part multiply_words(PartWords a, Part b) { return (Part)_mm512_madd_epi16((__m512i)a, (__m512i)b); }
@@ -52,12 +52,12 @@ inline Part multiply_words(PartWords a, Part b) { return (Part)_mm512_madd_epi16
 inline Part multiply_words(PartWords a, Part b) { return (Part)_mm256_madd_epi16((__m256i)a, (__m256i)b); }
 #endif
 #if defined(VLM_DOT_BYTES)
-constexpr float ADDED_TO_BYTES = 128;  // makes int8 weights unsigned, as the instruction needs them
+constexpr float ADDED_TO_BYTES = 128;  // makes int8 weights unsigned, as the instruction requires
 #else
 constexpr float ADDED_TO_BYTES = 0;
 #endif
 
-// int4 weights and 8-bit activations of one group.
+// Adds the products of int4 weights and 8-bit activations of one group.
 template <int M>
 inline void add_int4(const uint8_t* w, int64_t group, const int8_t* const (&x)[M], Part (&sums)[M][PARTS]) {
 #if defined(VLM_DOT_BYTES)
@@ -68,7 +68,7 @@ inline void add_int4(const uint8_t* w, int64_t group, const int8_t* const (&x)[M
             for (int m = 0; m < M; m++) {
                 Part sum = VLM_DOT_BYTES(M > 1 ? sums[m][part] : Part{}, first, broadcast(x[m] + k));
                 sum = VLM_DOT_BYTES(sum, second, broadcast(x[m] + k + 4));
-                sums[m][part] = M > 1 ? sum : sums[m][part] + sum;  // a shorter chain
+                sums[m][part] = M > 1 ? sum : sums[m][part] + sum;  // a shorter dependency chain
             }
         }
 #elif defined(__AVX2__)
@@ -109,7 +109,7 @@ inline void add_int4(const uint8_t* w, int64_t group, const int8_t* const (&x)[M
 #endif
 }
 
-// int4 weights and 16-bit activations; the middle two of every four activations are exchanged.
+// The same for 16-bit activations; the middle two of every four activations are exchanged.
 template <int M>
 inline void add_int4(const uint8_t* w, int64_t group, const int16_t* const (&x)[M], Part (&sums)[M][PARTS]) {
 #if defined(__AVX2__)
@@ -132,7 +132,7 @@ inline void add_int4(const uint8_t* w, int64_t group, const int16_t* const (&x)[
 #endif
 }
 
-// int8 weights, to which the instructions for unsigned bytes add 128, and 8-bit activations.
+// The same for int8 weights and 8-bit activations. For instructions with unsigned bytes, 128 is added to the weights.
 template <int M>
 inline void add_int8(const uint8_t* w, int64_t group, const int8_t* const (&x)[M], Part (&sums)[M][PARTS]) {
 #if defined(VLM_DOT_BYTES)
@@ -161,7 +161,7 @@ inline void add_int8(const uint8_t* w, int64_t group, const int8_t* const (&x)[M
 #endif
 }
 
-// int8 weights and 16-bit activations; the middle two of every four activations are exchanged.
+// The same for int8 weights and 16-bit activations; the middle two of every four activations are exchanged.
 template <int M>
 inline void add_int8(const uint8_t* w, int64_t group, const int16_t* const (&x)[M], Part (&sums)[M][PARTS]) {
 #if defined(__AVX2__)
@@ -259,7 +259,7 @@ int64_t multiply_tiles(const Linear& linear, const uint8_t* tile, int64_t tile_b
     return M;
 }
 
-constexpr int64_t BLOCK_BYTES = 128 << 10;  // of weights, which stay in the L2 cache for all tokens
+constexpr int64_t BLOCK_BYTES = 128 << 10;  // weights that stay in the L2 cache for all tokens
 
 template <int KIND, class X, int... M>
 void multiply(const Linear& linear, const Activations& x, const Target& target, int64_t start, int64_t stop,
@@ -270,7 +270,7 @@ void multiply(const Linear& linear, const Activations& x, const Target& target, 
     for (int64_t n = start; n < stop; n += step) {
         const uint8_t* tile = (const uint8_t*)linear.weights + n / TILE * tile_bytes;
         const int64_t last = std::min(n + step, stop);
-        for (int64_t m = 0, count = 0; m < x.num_tokens; m += count)  // as many at once as possible
+        for (int64_t m = 0, count = 0; m < x.num_tokens; m += count)  // the largest possible M first
             (void)((x.num_tokens - m >= M &&
                     (count = multiply_tiles<KIND, X, M>(linear, tile, tile_bytes, x, m, n, last, target))) ||
                    ...);

@@ -19,7 +19,7 @@ from engines.torch_backend.ops.native.packing import TILE
 
 
 class Kind(IntEnum):
-    """Formats of weights; `Kind` of abi.h."""
+    """Formats of weights, as `Kind` of abi.h."""
 
     FLOAT32 = 0
     BFLOAT16 = 1
@@ -29,7 +29,7 @@ class Kind(IntEnum):
     INT4_BFLOAT16_SCALES = 5
 
 
-#: Bits of activations for bfloat16 weights: rounded, or not.
+#: Bits of activations for bfloat16 weights: rounded to bfloat16, or float32.
 BFLOAT16_BITS, FLOAT_BITS = 16, 32
 
 FLOAT_KINDS = {
@@ -40,7 +40,7 @@ FLOAT_KINDS = {
 
 
 class Before(IntEnum):
-    """The operation that is fused before a matrix product; `Before` of abi.h."""
+    """The operation that is fused before a matrix product, as `Before` of abi.h."""
 
     NOTHING = 0
     RMS_NORM = 1
@@ -99,7 +99,7 @@ class NativeKernel:
         gain: Tensor | None = None,
         eps: float = 0.0,
     ) -> None:
-        """`gain` (K,), float32, and `eps`: of the norm; `bits`: see `Step` in abi.h."""
+        """`gain` (K,), float32, and `eps`: parameters of the norm; `bits`: see `Step` in abi.h."""
         self.num_inputs = weights[0].num_inputs * (2 if before is Before.SILU_GATE else 1)
         self.num_outputs = sum(part.num_outputs for part in weights)
         self.fuses_prologue = True

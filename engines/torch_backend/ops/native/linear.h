@@ -27,7 +27,7 @@ struct Target {
     }
 };
 
-// Outputs start..stop of floating-point weights. Called by every thread of a team. Shapes: x (M, K).
+// Computes outputs start..stop for floating-point weights. Called by every thread of a team. Shapes: x (M, K).
 void multiply_floats(const Linear& linear, int64_t num_tokens, const float* x, Target target, int64_t start,
                      int64_t stop);
 
@@ -49,7 +49,7 @@ struct RoundedTokens {
         const int64_t in_larger = num_larger_ * (least_ + 1);
         return token < in_larger ? token / (least_ + 1) : num_larger_ + (token - in_larger) / least_;
     }
-    // Offset of the inputs from k on, a multiple of ROUNDED_WIDTH, of a token in a block.
+    // Offset of a token's inputs from k on, a multiple of ROUNDED_WIDTH. `within` is the token's index in its block.
     int64_t place(int64_t block, int64_t within, int64_t k) const {
         return first(block) * width + k * size(block) + within * ROUNDED_WIDTH;
     }
@@ -68,5 +68,5 @@ void multiply_rounded(const Linear& linear, int64_t num_tokens, const BFloat16* 
 // `multiply_floats` with integer weights and activations; start is a multiple of TILE.
 void multiply_integers(const Linear& linear, const Activations& x, Target target, int64_t start, int64_t stop);
 
-// Quantizes the inputs of one token of q. Shapes: x (K,).
+// Quantizes the inputs of one token, and stores them in q. Shapes: x (K,).
 void quantize_token(const float* x, int64_t num_inputs, const Activations& q, int64_t token);

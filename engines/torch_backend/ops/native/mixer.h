@@ -1,6 +1,6 @@
 // Attention of several queries to many keys. Keys and values are packed once for the 6 x 16 tiles of tile.h; then a few
-// queries at a time are multiplied by all visible keys, and their weights by the values. A query's result does not
-// depend on other queries, nor on keys outside its range.
+// queries at a time are multiplied by all visible keys, and the resulting weights by the values. A query's result does
+// not depend on other queries, or on keys outside its range.
 //
 // Shape letters: T keys and values, D head width (a multiple of LANES).
 #pragma once
@@ -22,7 +22,7 @@ struct Query {
     int64_t first = 0;
 };
 
-// Attention of one head. A thread has one at a time, because its scratch memory is per thread.
+// Attention of one head. A thread can have only one Mixer at a time, because scratch memory is per thread.
 class Mixer {
   public:
     static constexpr int64_t KEYS = COLUMNS;  // shifting keys by a multiple of this does not change results
@@ -83,7 +83,7 @@ class Mixer {
                 store(queries_ + row * width_ + d, load(queries[row].source + d) * scale_);
     }
 
-    // Scores in tiles of six queries and sixteen keys; all tiles of sixteen keys, then those of the next keys.
+    // Computes scores in tiles of six queries and sixteen keys. All queries use sixteen keys before the next sixteen.
     void score(int64_t num_tiles, int64_t num_keys) {
         std::fill(scores_, scores_ + QUERIES * num_keys, 0.0f);
         for (int64_t key = 0; key < num_keys; key += COLUMNS)

@@ -1,7 +1,7 @@
 """Packs integer weights for `integer_linear.cpp`, and unpacks them.
 
-Tiles of 16 outputs, in groups of inputs; incomplete tiles and groups are padded with zeros. Strips of tiles are
-packed one by one, to bound memory.
+A block has the weights of 16 outputs (a tile) and one group of inputs. Incomplete tiles and groups are padded with
+zeros. Strips of tiles are packed one at a time, to limit temporary memory.
 
 Shape letters: K inputs, N outputs, G groups of inputs, P outputs padded to whole tiles.
 """

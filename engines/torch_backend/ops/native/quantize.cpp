@@ -59,7 +59,7 @@ void quantize_token(const float* x, int64_t num_inputs, const Activations& q, in
         }
         char* integers = (char*)q.integers + place * group_bytes;
         const float largest = largest_size(inputs, q.group);
-        if (!std::isfinite(largest)) {  // makes the products NaN, like those of floats
+        if (!std::isfinite(largest)) {  // makes the products NaN, as with float weights
             q.scale[place] = q.sum[place] = total = NAN;
             std::memset(integers, 0, group_bytes);
             continue;

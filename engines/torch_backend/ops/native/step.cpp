@@ -12,7 +12,7 @@
 
 namespace {
 
-constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // with fewer, waking a second thread takes longer
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // fewer multiplications take less time than waking a thread
 
 void normalize(const float* x, const float* gain, float eps, int64_t width, float* out) {
     Floats squares = {};

@@ -46,5 +46,5 @@ Workspace& thread_workspace();
 // Number of weights that each token is multiplied by.
 int64_t count_weights(const Step& step);
 
-// Called by every thread of a team; results are complete when all have returned. The workspace must be large enough.
+// Called by every thread of a team. Results are complete when all have returned. The workspace must be large enough.
 void multiply_in_team(const Step& step, Workspace& workspace);

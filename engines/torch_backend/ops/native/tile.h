@@ -1,4 +1,4 @@
-// Six rows times sixteen columns, with all sums in registers. AVX2 has just enough registers; GCC does not use them so.
+// Six rows times sixteen columns. In assembly for AVX2, because GCC does not keep all sums in the registers.
 #pragma once
 
 #include "vectors.h"

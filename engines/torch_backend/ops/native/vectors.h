@@ -50,13 +50,13 @@ inline Floats load(const Float16* source) {
     for (int i = 0; i < LANES; i++) values[i] = halves[i];
     return values;
 #else
-#error "no half precision here"
+#error "this instruction set has no conversion from half precision"
 #endif
 }
 
 inline void store(float* target, Floats values) { std::memcpy(target, &values, sizeof values); }
 
-inline Floats all(float value) { return value - Floats{}; }  // compilers cannot fold value + 0, as -0 + 0 is 0
+inline Floats all(float value) { return value - Floats{}; }  // compilers cannot remove + 0, because -0 + 0 is 0
 
 inline float scalar(float value) { return value; }
 

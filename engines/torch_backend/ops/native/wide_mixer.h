@@ -1,4 +1,4 @@
-// Attention by vectors of 512 bits, and the choice between it and mixer.h.
+// Attention with 512-bit vectors, and the selection between WideMixer and Mixer.
 #pragma once
 
 #include <type_traits>
@@ -21,7 +21,7 @@ inline __m512 add_products(const float*, __m512 sums, __m512i a, __m512i b) {
 
 inline void put(float* target, __m512 values) { _mm512_storeu_ps(target, values); }
 
-// The value of each column, or two values in one lane for bfloat16.
+// A lane for each column, with one float32 value or two bfloat16 values.
 inline __m512i join(const float* first, const float*) { return (__m512i)_mm512_loadu_ps(first); }
 
 #if defined(__AVX512BF16__)
@@ -102,7 +102,7 @@ class WideMixer {
         const auto place = [&](int64_t t) { return place_of(std::min(t, num_keys_ - 1)); };
         const int64_t lanes = width_ / PER_LANE<T>;
         for (int64_t first = 0; first < padded_keys_; first += 8) {
-            const float* rows[8];  // lanes are moved as float32, whatever their type
+            const float* rows[8];  // lanes of both types are moved as float32
             for (int64_t r = 0; r < 8; r++) rows[r] = (const float*)(keys + place(first + r));
             float* target = (float*)keys_ + first / COLUMNS * COLUMNS * lanes + first % COLUMNS;
             for (int64_t d = 0; d < lanes; d += 8) transpose(rows, d, target + d * COLUMNS);
@@ -153,7 +153,7 @@ class WideMixer {
         for (int64_t key = COLUMNS; key < num_scores; key += COLUMNS)
             most = _mm512_max_ps(most, _mm512_loadu_ps(scores + key));
         const __m512 largest = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-        const __m512 scale = _mm512_set1_ps(1.44269504f * scale_);  // for powers of two
+        const __m512 scale = _mm512_set1_ps(1.44269504f * scale_);  // log2(e), for powers of two instead of exp
         __m512 total = _mm512_setzero_ps();
         for (int64_t key = 0; key < num_scores; key += COLUMNS) {
             const __m512 shifted = _mm512_sub_ps(_mm512_loadu_ps(scores + key), largest);

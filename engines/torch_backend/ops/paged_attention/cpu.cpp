@@ -1,6 +1,7 @@
 // Attention of new tokens to the paged keys and values of their sequences, read from the cache without a copy.
 //
-// Shape letters: N new tokens, S sequences, H query heads, K key/value heads, G = H / K, D head width (a multiple of 8). Source: online softmax, Milakov and Gimelshein 2018.
+// Shape letters: N new tokens, S sequences, H query heads, K key/value heads, G = H / K, D head width (a multiple of 8).
+// Source: online softmax, Milakov and Gimelshein 2018.
 #include <omp.h>
 
 #include "attention.h"
@@ -76,7 +77,7 @@ class Head {
           values_(values + head * step.head_dim),
           num_queries_(step.num_heads / step.num_kv_heads) {}
 
-    // Attends to the tokens from `begin` on. query and out (G, D); scratch at least G * (CHUNK + 2) floats.
+    // Attends to the tokens from `begin` on. Shapes: query and out (G, D), scratch at least G * (CHUNK + 2) floats.
     void attend(const float* query, int64_t begin, int64_t length, float* out, float* scratch) {
         float* scores = scratch;
         float* largest = scores + num_queries_ * CHUNK;
@@ -112,7 +113,7 @@ class Head {
         }
     }
 
-    // Prefetches values of this chunk and keys of the next one: a head's rows are too far apart for the processor to.
+    // Prefetches values of this chunk and keys of the next. A head's rows are too far apart for the hardware prefetcher.
     void fetch(int64_t t) const {
         for (int64_t i = t; i < t + TOKENS; i++)
             for (int64_t d = 0; d < step_.head_dim; d += LINE_BYTES / (int64_t)sizeof(T)) {
@@ -205,7 +206,7 @@ class Head {
     int64_t places_[CHUNK], next_[CHUNK];
 };
 
-// Some queries of a run. The queries of a token's heads that share one key/value head are contiguous.
+// Computes some queries of a sequence with several new tokens. A token's queries of one key/value head are contiguous.
 template <class T>
 void attend_run(const Attention& step, const Heads& form, int64_t sequence, int64_t head, Share rows, const T* keys,
                 const T* values, const float* qkv, float* out) {

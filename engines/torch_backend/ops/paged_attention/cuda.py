@@ -1,7 +1,7 @@
 """Paged attention on a GPU: Triton kernels rotate, write and decode; torch's flash attention computes longer runs.
 
-`torch.nn.attention.varlen` is new: 2.11 has no grouped heads, and its interface may change. If it is missing or
-wrong, the reference computes steps with longer runs.
+`torch.nn.attention.varlen` is new: torch 2.11 lacks grouped heads, and the interface can change. If it is missing or
+returns wrong results, the reference computes steps with longer runs.
 """
 
 import inspect
@@ -81,7 +81,7 @@ class CudaAttention:
 
     @cached_property
     def _runs(self) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Offsets and largest counts of new tokens and contexts; slots of all contexts, if any has earlier tokens."""
+        """Offsets and maximum lengths of new tokens and contexts; slots of all contexts, None without earlier tokens."""
         _, pool, inputs, _ = self._given
         runs = inputs.sequences[inputs.num_decodes :]
         ends = torch.tensor([(0, 0), *((run.num_new, run.num_context) for run in runs)])

@@ -41,7 +41,7 @@ class Heads:
 
     @property
     def has_odd_scores(self) -> bool:
-        """Whether it has options that only the reference supports."""
+        """Whether the layer has options that only the reference supports."""
         return (self.chunk, self.softcap, self.sinks) != (None, None, None)
 
     def is_plain(self, inputs: StepInputs) -> bool:
@@ -65,9 +65,10 @@ CreateAttention = Callable[[int, KVCachePool, StepInputs, tuple[Tensor, Tensor] 
 
 
 class _Context(NamedTuple):
-    """Cache slots that new tokens read, and which each token attends to; None: all, or causal within a run.
+    """Cache slots that new tokens read, and a mask of the slots that each token attends to.
 
-    Shapes: of S sequences with one new token slots (S, T), visible (S, 1, T); of one run (1, T) and (1, n, T).
+    The mask is None if decodes attend to all slots, or a run (a sequence with several new tokens) is causal.
+    Shapes: of S decodes slots (S, T), visible (S, 1, T); of a run (1, T) and (1, n, T).
     """
 
     slots: Tensor
@@ -106,7 +107,7 @@ def create_attention(
 
 
 class Contexts:
-    """The contexts of a step's sequences, found once for each form of attention."""
+    """The contexts of a step's sequences, computed once for each kind of mask."""
 
     def __init__(self, inputs: StepInputs, pool: KVCachePool) -> None:
         self._inputs, self._pool = inputs, pool
@@ -182,7 +183,7 @@ def _attend(
     num_new, num_kv_heads = query.shape[1], key.shape[2]
     if heads.softcap is None and heads.sinks is None:
         if num_new == 1:
-            # query heads with a common key become its queries, so that no key is repeated
+            # treat the query heads of a key head as several queries, so that keys are not repeated
             query = query.view(len(query), num_kv_heads, -1, query.shape[3]).transpose(1, 2)
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value)),

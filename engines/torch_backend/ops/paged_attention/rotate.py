@@ -1,12 +1,12 @@
 """Normalise and rotate queries and keys, and write keys and values to the paged cache, in one launch.
 
-Queries, keys and values are read from the output of the fused product.
+Queries, keys and values are read from the output of the fused QKV projection.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head width.
 """
 
 # pyright: reportCallIssue=false
-# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
+# The launcher accepts `num_warps` and `num_stages` besides the kernel's arguments.
 import triton
 import triton.language as tl
 from torch import Tensor

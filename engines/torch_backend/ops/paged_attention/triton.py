@@ -9,7 +9,7 @@ Shape letters: S sequences, H query heads, K key/value heads, G = H / K, D head 
 """
 
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
-# The launcher takes `num_warps` and `num_stages` besides the kernel's arguments.
+# The launcher accepts `num_warps` and `num_stages` besides the kernel's arguments.
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +26,7 @@ _UNLIMITED = 1 << 30
 
 @triton.jit
 def _share(lengths, sequence, part, window, P: tl.constexpr, TILE: tl.constexpr):
-    """The range of tokens of a part of the visible context. All parts but the last consist of whole tiles."""
+    """The token range of one part of the visible context. All parts except the last consist of whole tiles."""
     length = tl.load(lengths + sequence).to(tl.int32)
     begin = tl.maximum(length - window, 0)
     tiles_per_part = tl.cdiv(tl.cdiv(length - begin, TILE), P)
@@ -61,7 +61,7 @@ def _attend_part_kernel(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One query head per key head: a vector-matrix product, over one part of one context a program."""
+    """For one query head per key head: a program computes vector-matrix products over one part of one context."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -197,7 +197,7 @@ def attend_decodes(
         "K": num_kv_heads,
         "D": head_dim,
         "P": num_parts,
-        # a tile of keys and values is buffered twice: for wide float32 heads, only half of it fits
+        # keys and values are double-buffered; for wide float32 heads, only half a tile fits
         "TILE": _TILE if block_d * query.element_size() <= 512 else _TILE // 2,
         "BLOCK_D": block_d if group == 1 else max(16, block_d),
     }
@@ -235,6 +235,6 @@ def attend_decodes(
 
 
 def choose_num_parts(num_rows: int, max_context: int) -> int:
-    """Enough parts to fill the device, each at least a tile; a power of two, because each number is compiled."""
+    """Enough parts to fill the device, each at least a tile. A power of two, because each number is compiled."""
     wanted = min(_WANTED_PROGRAMS // num_rows, -(-max_context // _TILE), _MAX_PARTS)
     return 1 << max(wanted, 1).bit_length() - 1

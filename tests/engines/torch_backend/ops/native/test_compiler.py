@@ -143,6 +143,6 @@ def test_the_error_names_a_cache_with_wrong_permissions(sources: Path, tmp_path:
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
-    with pytest.raises(CannotCompile, match="other users may write to"):
+    with pytest.raises(CannotCompile, match="other users can write to"):
         compile_library(sources, PLAIN, cache)
     assert not list(cache.iterdir())
