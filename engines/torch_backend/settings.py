@@ -33,8 +33,8 @@ class TorchSettings(BatchingSettings):
     """C++ kernels, compiled on first use. For int8 and int4 weights, `fast` rounds activations to 8 bits,
     `exact` to 16."""
     max_image_pixels: int = Field(default=0, ge=0, le=128_000_000)
-    """Largest number of pixels of an image; the model's processor scales larger images down. 0: on a CPU
-    1048576, about 30 s on two fast cores for a tower of 32 layers; on a GPU the processor's own limit."""
+    """Maximum pixels of an image; the model's processor scales larger images down. 0: 1048576 on a CPU (about
+    30 s on two fast cores for a tower of 32 layers), the processor's own limit on a GPU."""
     generation_config: str = "auto"
     """Default sampling parameters of requests: `auto` (those of the model's `generation_config.json`),
     `none` (OpenAI's defaults), or a folder with another `generation_config.json`."""

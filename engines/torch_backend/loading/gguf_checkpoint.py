@@ -172,8 +172,7 @@ class _File:
         except Exception as error:  # of any type, for a damaged file
             # without the path of the link in the cache
             reason = one_line(str(error).replace(str(file), name))
-            reason = f"{name}: this is not a readable GGUF file: {reason}"
-            raise UnsupportedCheckpoint(reason) from None
+            raise UnsupportedCheckpoint(f"{name}: not a readable GGUF file: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)
         if metadata.get("split.count", 1) > 1:
             raise opened.refuse("is one part of several; join them with llama.cpp's gguf-split")
