@@ -213,7 +213,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Capture the common graphs, the largest first, whose memory all reuse. Returns False if a capture fails."""
+        """Capture the common graphs, largest first, because the others reuse its memory. Returns False on failure."""
         try:
             for size in reversed(self._sizes):
                 for kind in (SamplingKind.GREEDY, SamplingKind.RANDOM):
@@ -228,7 +228,7 @@ class DecodeGraphs:
     def _compute(
         self, items: list[ScheduledSequence], kind: SamplingKind, size: int | None = None
     ) -> tuple[Tensor, Tensor, DecodeBuffers]:
-        """Run one step. Returns logits (B, V), which only greedy graphs keep, tokens (B,), and the buffers."""
+        """Run one step. Returns logits (B, V), tokens (B,) and buffers. Only greedy graphs keep the logits."""
         size = size or next(size for size in self._sizes if size >= len(items))
         if size not in self._buffers:
             vocab_size = self._decoder.text.vocab_size

@@ -47,7 +47,7 @@ class LowRank:
 
 
 def read_peft(directory: Path, limits: AdapterLimits) -> tuple[str, dict[str, LowRank]]:
-    """The digest of an adapter's directory, and its deltas by transformers' modules. Raises: BadAdapter."""
+    """The digest of an adapter's directory, and its deltas by names of transformers' modules. Raises: BadAdapter."""
     files = read_adapter(directory, limits)
     try:
         weights = safetensors.torch.load(files.weights)
@@ -314,7 +314,7 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """Adaptable groups of a decoder, without experts (they get some tokens) and stateful layers (one sequence)."""
+    """Adaptable groups. Experts, which get only some tokens, and stateful layers (one sequence) are skipped."""
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():

@@ -102,7 +102,7 @@ class TorchRunner:
         model.limit(self.max_model_len)
         self._loras: Loras | None = None  # created with the first adapter
         self._with_states: dict[str, Sequence] = {}
-        #: Choices of the last synchronous step.
+        #: token choices of the last step outside CUDA graphs
         self._sampled: list[TokenChoice | None] = []
         self._encoder_cache = EncoderCache(config.encoder_cache_bytes)
         self._images = ImageEncoder(

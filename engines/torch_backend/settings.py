@@ -22,7 +22,7 @@ class TorchSettings(BatchingSettings):
     """Quantization of the decoder's weights; with CPU kernels, vision tower and head become int8 too."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of each process of the engine; 0: one for a small model, else one per processor that the
-    container may use, or fewer if a measurement at startup shows that fewer are faster."""
+    container can use, or fewer if a measurement at startup shows that fewer are faster."""
     memory_bytes: int = Field(default=0, ge=0)
     """Maximum host memory, in bytes, for weights and caches; caches are sized to fit. 0: limited by free memory
     only."""

@@ -39,7 +39,7 @@ class BidirectionalSpan(msgspec.Struct, frozen=True, array_like=True):
     start: int
     stop: int
     last: int
-    ignores_window: bool = False  #: towards earlier tokens
+    ignores_window: bool = False  #: whether the rows attend to earlier tokens beyond the window
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 #: Smaller models do not gain from a second thread, and lose on busy machines, where threads wait for each other.
 ONE_THREAD_BYTES = 32 * 2**20
-_PROMPT_TOKENS = 16  #: of the timed prompt: enough for tiled kernels
+_PROMPT_TOKENS = 16  #: length of the timed prompt, enough for tiled kernels
 _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
 _HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
-_MAX_AGE_S = 86_400.0  #: of a measurement
-_BUSY = 0.05  #: a larger ratio of time that threads wait for a processor means a busy machine
+_MAX_AGE_S = 86_400.0  #: maximum age of a stored measurement
+_BUSY = 0.05  #: the machine is busy if threads wait for a processor for a larger ratio of the time
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 OWN_THREADS = Path("/proc/self/task")
@@ -47,7 +47,7 @@ def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None
         if weight_bytes < ONE_THREAD_BYTES:
             asked = 1
         elif asked < present:
-            logger.info("%d threads: this container may use %.3g processors", asked, share)
+            logger.info("%d threads: this container can use %.3g processors", asked, share)
     if asked > 0:
         torch.set_num_threads(asked)
 
@@ -76,7 +76,7 @@ def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None)
 
 
 def decide(times: StepTimes) -> int:
-    """The largest number of threads, unless fewer are clearly faster in both times."""
+    """The largest number of threads, unless fewer are clearly faster by the geometric mean of both times."""
     most = max(times)
 
     def cost(count: int) -> float:
@@ -122,7 +122,7 @@ def _read_fresh(file: Path) -> StepTimes | None:
 
 
 def _time_steps(runner: ModelRunner, most: int) -> StepTimes | None:
-    """The shortest times of all rounds, which halve the threads until steps are clearly slower. None if busy."""
+    """The shortest times of two rounds with ever fewer threads; None if the machine is busy."""
     trial, times = Trial(runner), dict[int, tuple[float, float]]()
     began, waited_s = time.monotonic(), _waited_s()
     chunk = min(_PROMPT_TOKENS, trial.longest_chunk)
@@ -151,7 +151,7 @@ def _waited_s() -> float:
 
 
 def cpu_share() -> float:
-    """Processors that the control groups (version 1 or 2) of this process may use; infinite without a limit."""
+    """Processors that the control groups (version 1 or 2) of this process can use; infinite without a limit."""
     shares = [float("inf")]
     for line in _lines(OWN_CGROUP):
         _, controllers, own = line.split(":", 2)

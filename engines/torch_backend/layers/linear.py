@@ -238,7 +238,7 @@ class Int4Method(QuantizedMethod):
 
 
 def _divide(x: Tensor, number: float) -> Tensor:
-    """The exact quotient: on a GPU, torch multiplies by the reciprocal of a Python number, which rounds differently."""
+    """Divide exactly. On a GPU, torch multiplies by the reciprocal of a Python number, which rounds differently."""
     return x / x.new_tensor(number)
 
 

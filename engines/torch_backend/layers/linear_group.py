@@ -85,7 +85,7 @@ class LinearGroup:
 
     def bind(self, ops: Ops, dtype: torch.dtype) -> None:
         self._ops = ops
-        self._dtype = torch.float32 if ops.is_native else dtype  # of the kernels' inputs
+        self._dtype = torch.float32 if ops.is_native else dtype  # dtype of the kernels' inputs
         dtype = ops.product_dtype(dtype)
         self._reference = ReferenceKernel(self.layers, dtype)
         self.kernel = self._bind_kernel(ops, dtype) or self._reference

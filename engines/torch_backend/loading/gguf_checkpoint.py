@@ -169,8 +169,8 @@ class _File:
         try:
             metadata, _ = read_gguf_metadata(str(file), {"tokenizer.ggml.tokens"})
             header = GgufHeader.from_file(str(file))
-        except Exception as error:  # of any type, for a damaged file
-            # without the path of the link in the cache
+        except Exception as error:  # damaged files raise any type
+            # name the file, not the link in the cache
             reason = one_line(str(error).replace(str(file), name))
             raise UnsupportedCheckpoint(f"{name}: not a readable GGUF file: {reason}") from None
         opened = cls(file, metadata, {info.name: info for info in header.tensors}, header)

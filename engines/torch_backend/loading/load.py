@@ -104,7 +104,7 @@ def _explained(runner: TorchRunner) -> Iterator[None]:
         ) from error
     except (EngineStartError, MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of any type, from a model of transformers
+    except Exception as error:  # transformers models raise any type
         if runner.model.speed_path == "native":
             raise
         raise UnsupportedCheckpoint(

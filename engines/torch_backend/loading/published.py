@@ -56,7 +56,7 @@ class PublishedLinears:
         if self.layouts[linear.name].form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
-        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # under the same name
+        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # for all parts
         return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
     def put(

@@ -58,7 +58,7 @@ class WeightReader:
     rename: Callable[[str], str | None]
     scheme: QuantizedMethod | None
     device: torch.device
-    dtype: torch.dtype | None = None  #: of loaded floats; None keeps each tensor's own
+    dtype: torch.dtype | None = None  #: dtype of loaded floats; None: each tensor's own
     #: Matrices stored in these dtypes are not converted, because C++ kernels read them.
     kept: frozenset[torch.dtype] = frozenset()
     quantize_s: float = 0.0  #: time spent on quantizing

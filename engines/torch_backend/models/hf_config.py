@@ -68,7 +68,7 @@ def build_config(section: Fields, default_kind: str = "") -> Any:
     believed = _safe_fields(section)
     try:
         return CONFIG_MAPPING[kind](**believed)
-    except Exception as error:  # of any type, for inconsistent values
+    except Exception as error:  # inconsistent values raise any type
         reason = " ".join(str(error).split()).rpartition("Error: ")[2][:200]
         raise UnsupportedCheckpoint(f"{section.file}: {reason}") from None
 

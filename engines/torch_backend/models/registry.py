@@ -36,7 +36,7 @@ _FALLBACK = "engines.torch_backend.models.generic.family"
 class FamilyModel(nn.Module):
     """A model for the runner: a decoder, and image features that replace some of its embeddings."""
 
-    config: Any  #: of its family; `text` describes the decoder
+    config: Any  #: the family's configuration; `text` describes the decoder
     vision_tower: Any  #: for fixed-size images, which are encoded in batches; else None
     multi_modal_projector: Any
     #: The decoder, if the runner runs a `Llama` over one KV cache pool.
@@ -45,9 +45,9 @@ class FamilyModel(nn.Module):
     converts_weights = False  #: whether `take` needs weights as they are stored
     shares_prefixes = True  #: whether KV blocks are the complete state of their tokens
     binds_prompts = False  #: whether attention within prompts is bidirectional
-    state_bytes = 0  #: state of sequences outside the KV cache
-    state_bytes_per_sequence = 0  #: of one copy of the state
-    num_position_rows = 1  #: rows of position ids, of models without a `language_model`
+    state_bytes = 0  #: size of all sequences' states outside the KV cache
+    state_bytes_per_sequence = 0  #: size of one copy of a sequence's state
+    num_position_rows = 1  #: rows of position ids, for models without a `language_model`
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,8 +93,8 @@ class FamilyModel(nn.Module):
     ) -> "FamilyModel":
         """Load a checkpoint's weights; returns the model to run.
 
-        Matrices whose dtype is in `kept` may keep it: `check_room` is called with their names before the other weights
-        are converted. Raises: UnsupportedCheckpoint for wrong names and shapes, and what `check_room` raises.
+        Matrices whose dtype is in `kept` can keep it. `check_room` is called with their names before the other weights
+        are converted. Raises: UnsupportedCheckpoint for wrong names and shapes, and the errors of `check_room`.
         """
         renamed = rename_weights(weights, family, self.config)
         weights.clear()

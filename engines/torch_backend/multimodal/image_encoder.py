@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOT_FINITE = "The model's features of an image are not finite numbers."
 UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
-#: Fewer prompt tokens are not computed before an image that is not encoded yet, because each step reads all weights.
+#: Minimum number of prompt tokens that a step computes before a missing image, because each step reads all weights.
 FEWEST_TOKENS = 64
 #: Time for images in a step in which no request decodes. It delays the watchdog, new requests and aborts.
 SECONDS_ALONE = 0.25
@@ -144,10 +144,10 @@ class ImageEncoder:
     ) -> tuple[float, dict[str, int], frozenset[str]]:
         """Encode the images that a step reads and that are not in the cache.
 
-        `max_vision_s` limits the time in steps in which other requests decode; `SECONDS_ALONE` then limits it in other
-        steps; None: no limit. While other requests decode, a step computes either images or tokens of a request.
-        Returns the seconds spent, and `num_computed` and `over_budget` of the step's result. Encoded images are pinned
-        for their requests. Raises: SequenceFailure.
+        `max_vision_s` limits the time in steps in which other requests decode, and `SECONDS_ALONE` in other steps. None
+        means no limit. While other requests decode, a step computes either images or tokens of a request. Returns the
+        seconds spent, and `num_computed` and `over_budget` of the step's result. Encoded images are pinned for their
+        requests. Raises: SequenceFailure.
         """
         missing = self._find_missing(items)
         if not missing:
@@ -192,7 +192,7 @@ class ImageEncoder:
         return ready
 
     def _find_missing(self, items: list[ScheduledSequence]) -> dict[ImageKey, _Missing]:
-        """The images of a step that are not in the cache; the others are pinned. Raises: SequenceFailure."""
+        """The images of a step that are not in the cache. Cached images are pinned. Raises: SequenceFailure."""
         missing: dict[ImageKey, _Missing] = {}
         for item in items:
             request_id = item.sequence.request_id

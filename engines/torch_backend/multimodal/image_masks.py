@@ -25,8 +25,8 @@ def binds_prompts(model: PreTrainedModel) -> bool:
 def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None:
     """The layer types in which an image's slots attend to each other; None: all layers.
 
-    Inside images, windows limit attention to earlier tokens only. Raises: UnsupportedCheckpoint if the model's hook
-    creates any other mask.
+    Windows hide distant earlier tokens inside images too. Raises: UnsupportedCheckpoint if the model's hook creates any
+    other mask.
     """
     if binds_prompts(model):
         return None

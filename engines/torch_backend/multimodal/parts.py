@@ -68,7 +68,7 @@ class _Parts(TorchFunctionMode):
         super().__init__()
         self.began_at = 0.0  #: start of the current part
         self._smallest_piece = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
-        self._flops_per_s: dict[Any, float] = {}  # of the last pieces, by function of `_CUTS`
+        self._flops_per_s: dict[Any, float] = {}  # speed of the last pieces, by value of `_CUTS`
 
     def __torch_function__(
         self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +86,7 @@ class _Parts(TorchFunctionMode):
             ended_at = time.perf_counter()
             if cut is not None and 2 * cut.flops > self._smallest_piece:
                 self._flops_per_s[find_cut] = cut.flops / max(ended_at - started_at, 1e-6)
-            # Never within vmap, which builds masks: torch would vectorize the other code too.
+            # Not within vmap, which builds masks, because torch would vectorize the other code too.
             if ended_at - self.began_at >= PART_S and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
                 assert parent is not None

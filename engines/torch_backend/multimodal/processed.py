@@ -13,7 +13,7 @@ from shared.protocol import MediaKind
 
 #: Token types of slots.
 TYPES: Mapping[str, int] = {"image": 1, "video": 2, "audio": 3}
-#: Slots of a chunk: enough for efficient matrix products, few enough for the caches of a CPU.
+#: Number of slots of a chunk: enough for efficient matrix products, few enough for the caches of a CPU.
 CHUNK_SLOTS = 256
 #: Inputs whose first number is the number of steps.
 _COUNT_STEPS = frozenset({"video_grid_thw", "num_frames_per_video"})

@@ -91,7 +91,7 @@ class Audios:
         samples = samples[: int(self.max_s * self._rate)]
         try:
             made, [text, *_] = self._processor._process_audio([samples], **self._options)
-        except Exception as error:  # of any type
+        except Exception as error:  # processors raise any type
             raise unfit("audio", error) from error
         text = str(text)
         num_slots = text.count(self.placeholder)
@@ -181,7 +181,7 @@ def load_processor(directory: Path, kind: str, part: str) -> ProcessorMixin:
         processor = AutoProcessor.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # of any type
+    except Exception as error:  # processors raise any type
         raise UnsupportedCheckpoint(
             f"transformers cannot load the checkpoint's {kind} processor: {one_line(error)}"
         ) from error

@@ -202,7 +202,7 @@ class PositionHooks:
 
 
 class TransformersImages(MultimodalProcessor):
-    """Any transformers processor of images."""
+    """Processor of any transformers model with images."""
 
     def __init__(self, directory: Path, model_class: type[PreTrainedModel], config: Any) -> None:
         self.slot_id = config.image_token_id
@@ -301,7 +301,7 @@ class TransformersImages(MultimodalProcessor):
     def _make(self, image: Any, images: list[Any], options: Mapping[str, Any]) -> ProcessedImage:
         try:
             made, [text, *_] = self._processor._process_images(images, **options)
-        except Exception as error:  # of any type
+        except Exception as error:  # processors raise any type
             raise _unfit(image, one_line(error)) from error
         inputs = {
             name: made[name].contiguous() if isinstance(made[name], Tensor) else made[name]
@@ -363,7 +363,7 @@ class TransformersImages(MultimodalProcessor):
 
     @property
     def image_tokens(self) -> int:
-        """Slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process a single image."""
+        """Number of slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process one image."""
         name = type(self._processor).__name__
         images = self._processor.image_processor
         try:
@@ -379,7 +379,7 @@ class TransformersImages(MultimodalProcessor):
                 for ratio in _SAMPLE_ASPECTS
             ]
             samples = [self.process(Image.new("RGB", size)) for size in sizes]
-        except Exception as error:  # of any type
+        except Exception as error:  # processors raise any type
             raise UnsupportedCheckpoint(
                 f"cannot determine the number of tokens of an image: {name} does not process a sample "
                 f"({error.__cause__ or error!r}); {INSTEAD}"
@@ -421,7 +421,7 @@ class _Videos:
             }
         try:
             made, [text, *_] = self._processor._process_videos([frames], **options)
-        except Exception as error:  # of any type
+        except Exception as error:  # processors raise any type
             raise unfit("video", error) from error
         made, text = dict(made), str(text)
         if not self._hooks.has_video_encoder and "pixel_values_videos" in made:
@@ -527,7 +527,7 @@ class _Videos:
         try:
             given = {name: options[name] for name in named if name in options}
             indices = processor.sample_frames(metadata, **given)
-        except Exception as error:  # of any type
+        except Exception as error:  # processors raise any type
             raise unfit("video", error) from error
         return [min(int(i), info.num_frames - 1) for i in np.asarray(indices).tolist()]
 

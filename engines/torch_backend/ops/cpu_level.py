@@ -93,8 +93,8 @@ def choose_level() -> CpuLevel:
 
     With matrix units (AMX), torch is faster than the kernels for many tokens. On two cores of a Sapphire Rapids, 512
     tokens and 2048 x 2048 bfloat16 weights took 97 ms in torch and 513 ms in the kernel. On two cores of another Xeon,
-    attention with 32 heads took 10 and 17 ms for 607 tokens, and equal times for 128 tokens. There, int8 weights of
-    5632 x 2048 took 12 ms (dequantized) and 28 ms for 608 tokens, and equal times for 96 tokens.
+    attention with 32 heads took 10 ms in torch and 17 ms in the kernel (607 tokens; equal for 128), and int8 weights of
+    5632 x 2048 took 12 ms in torch, dequantized, and 28 ms in the kernel (608 tokens; equal for 96).
     """
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS

@@ -136,11 +136,11 @@ class Ops:
         return "cpu" in self.chosen.values()
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of torch's matrix products: float16 lacks the range of a float32 residual stream."""
+        """The dtype of torch's matrix products. With C++ kernels, float16 lacks the range of their float32 stream."""
         return torch.float32 if self.is_native and dtype is torch.float16 else dtype
 
     def uses(self, name: str, candidate: str | None = None) -> bool:
-        """Whether the candidate, or any candidate for None, replaces an operator's reference."""
+        """Whether this candidate (None: any candidate) replaces an operator's reference."""
         found = self.chosen[name]
         return found != REFERENCE if candidate is None else found == candidate
 

@@ -18,7 +18,7 @@ from engines.torch_backend.loading.stored_tensors import StoredTensor, finite
 
 #: the types of plain numbers, by `ggml_type`
 FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", torch.bfloat16)}
-DTYPE = torch.float16  #: of dequantized weights
+DTYPE = torch.float16  #: dtype of dequantized weights
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K = 2, 3, 6, 7, 12
 _GROUP = 32
 #: Types that llama.cpp uses for rows that are not a multiple of 256. Transformers' tables lack them.

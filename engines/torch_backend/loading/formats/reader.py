@@ -25,7 +25,7 @@ class Layout:
     """Shape and quantization of a linear layer, read from tensor headers."""
 
     shape: tuple[int, int]  #: (N, K)
-    bits: int = 0  #: bits per integer; 0: not integers
+    bits: int = 0  #: bits per integer; 0: the weights are floats
     group_size: int = 0  #: inputs that share a scale
     is_symmetric: bool = False  #: whether the middle integer represents 0
 

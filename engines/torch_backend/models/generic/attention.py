@@ -165,7 +165,7 @@ def layer_type(module: nn.Module) -> str | None:
 
 
 def check_masks(model: PreTrainedModel, layers: list[LayerSpec]) -> None:
-    """Compare transformers' masks with the specs for prompts longer than a window. Raises: UnsupportedCheckpoint."""
+    """Compare transformers' masks with the specs, in sequences longer than windows. Raises: UnsupportedCheckpoint."""
     text: Any = model.config.get_text_config(decoder=True)
     sizes = {getattr(text, name, None) for name in _SIZES} - {None}
     for size in sorted(size for size in sizes if type(size) is int and size <= 2**13):

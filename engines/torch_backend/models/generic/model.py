@@ -82,7 +82,7 @@ class GenericModel(FamilyModel):
         self._lowers = lowers
         self.config = config
         self.language_model = None
-        self.specs: dict[nn.Module, LayerSpec] = {}  #: of attention layers, in order
+        self.specs: dict[nn.Module, LayerSpec] = {}  #: by attention layer, in order of calls
         self._step = PagedStep()
         self._ops: Ops | None = None
         self._arguments = inspect.signature(config.model_class.forward).parameters.keys()
@@ -308,7 +308,7 @@ class GenericModel(FamilyModel):
         arguments = self.inputs(ids, inputs.images, self._in_prompt(inputs))
         arguments |= {"input_ids": ids, "position_ids": inputs.positions.unsqueeze(-2)}
         rows = torch.tensor(inputs.sampled_rows, dtype=torch.long, device=ids.device)
-        keeps = "logits_to_keep" in self._arguments  # `**kwargs` would ignore it silently
+        keeps = "logits_to_keep" in self._arguments  # else `**kwargs` would swallow it silently
         if keeps:
             arguments["logits_to_keep"] = rows
         with (

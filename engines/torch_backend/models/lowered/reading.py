@@ -188,7 +188,7 @@ _LINEARS = (
     "mlp.down_proj",
 )  # fmt: skip
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-#: Norms of the residual stream by transformers' names, and ours. Layers with four also normalize their outputs.
+#: Norms of the residual stream: transformers' names to ours. Layers with four norms also normalize their outputs.
 _STREAM_NORMS = (
     {
         "input_layernorm": "input_layernorm",

@@ -18,7 +18,7 @@ _TABLE_ROWS = 1 << 13  # positions per call
 
 
 class Rotary:
-    """Reads the angles of a rotary module that rotates pairs from the two halves of a head; 0 for other channels."""
+    """Angles of a rotary module that rotates pairs from both halves of a head. Other channels have the angle 0."""
 
     def __init__(self, module: nn.Module, num_rows: int, head_dim: int) -> None:
         """Raises: BeyondOurProgram."""

@@ -1,7 +1,7 @@
 """Products of one input with several linear layers, concatenated, in plain torch.
 
 Linear operators are functions `bind(layers, prologue, dtype)` that return a `LinearKernel`, or None for layers that
-they do not support. They may change the layout of the weights.
+they do not support. They can change the layout of the weights.
 
 Shape letters: M tokens, K inputs, N outputs of all layers together.
 """
@@ -24,7 +24,7 @@ class Prologue:
     """The operation on an input before the matrix product. At most one field is set."""
 
     norm: RMSNorm | None = None
-    gate: Callable[[Tensor], Tensor] | None = None  #: of inputs (g, u), computes gate(g) * u
+    gate: Callable[[Tensor], Tensor] | None = None  #: the input is (g, u), the result gate(g) * u
     activation: Callable[[Tensor], Tensor] | None = None
 
     def __bool__(self) -> bool:

@@ -16,8 +16,8 @@ namespace {
 
 constexpr int64_t WIDTH = ROUNDED_WIDTH;
 constexpr int64_t MAX_ROW_TOKENS = 2;
-constexpr int64_t INPUTS = 2048;              // of a pass; the inputs of six tokens fit the L1 cache
-constexpr int64_t PANEL_WEIGHTS = 64 * 2048;  // stay in the L2 cache for many tokens
+constexpr int64_t INPUTS = 2048;              // inputs of a pass; for six tokens, they fit the L1 cache
+constexpr int64_t PANEL_WEIGHTS = 64 * 2048;  // weights that stay in the L2 cache for many tokens
 constexpr int64_t MANY_TOKENS = 48, MANY_OUTPUTS = 64, FEW_OUTPUTS = 16;
 
 using Lanes = float __attribute__((vector_size(64)));

@@ -1,6 +1,6 @@
 """The compiled kernels as Python functions over tensors. ctypes releases the GIL during a call.
 
-The callers choose the kernels and test them.
+Operators select the kernels and test them.
 
 Shape letters: M tokens, K inputs, N outputs, S sequences with one new token, H query heads, D head width.
 """

@@ -22,16 +22,16 @@ from engines.torch_backend.step import StepInputs
 class Heads:
     """Attention parameters of a layer."""
 
-    query_norm: RMSNorm | None = None  #: of each head, before rotation
+    query_norm: RMSNorm | None = None  #: norm of each query head, before rotation
     key_norm: RMSNorm | None = None
     window: int | None = None  #: tokens that a token attends to, itself included
     rotates: bool = True
     rope: int = 0  #: index of the rotary table
-    scale: float | None = None  #: of scores; None: D ** -0.5
+    scale: float | None = None  #: factor of scores; None: D ** -0.5
     chunk: int | None = None  #: a token attends within its own chunk of this many tokens
     softcap: float | None = None
     sinks: Tensor | None = None  #: (H,), scores that receive weight but have no value
-    is_bidirectional: bool = False  #: within the step's bidirectional spans
+    is_bidirectional: bool = False  #: whether it applies the step's bidirectional spans
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: query (N, H, D), key (N, K, D), kept."""

@@ -189,7 +189,7 @@ def attend_decodes(
     max_seen = min(tables.shape[1] * pool.block_size, window or _UNLIMITED)
     num_parts = choose_num_parts(num_sequences * num_kv_heads, max_seen)
     part_shape = (num_sequences, num_heads, num_parts)
-    sizes = ((*part_shape, head_dim), part_shape, part_shape)  # of outputs, maxima and sums
+    sizes = ((*part_shape, head_dim), part_shape, part_shape)  # for outputs, maxima and sums
     parts = [query.new_empty(size, dtype=torch.float32) for size in sizes]
     block_d = triton.next_power_of_2(head_dim)
     constants = {
