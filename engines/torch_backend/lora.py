@@ -275,7 +275,7 @@ class _AdaptedRows:
         rows = torch.cat([run for own in runs.values() for run in own])
         self._rows = None if is_simple else rows.to(device)
         self._counts = dict.fromkeys([name for adapter in runs for name in adapter.names], 0)
-        #: names of layers that run as one and have a delta
+        #: names of the sites that have a delta
         self.places = {names for adapter in runs for names in adapter.changes}
 
     def add(self, site: Site, y: Tensor, x: Tensor) -> None:
@@ -314,7 +314,7 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """Adaptable groups. Experts, which get only some tokens, and stateful layers (one sequence) are skipped."""
+    """Adaptable groups. Skips experts (called with some tokens) and stateful layers (called with one sequence)."""
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():

@@ -10,7 +10,7 @@ _limit = 0
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Limit the total memory of this process that `free_bytes` assumes on the CPU; 0: no limit."""
+    """Set the total memory that `free_bytes` assumes for this process on the CPU; 0: no limit."""
     global _limit
     _limit = num_bytes
 

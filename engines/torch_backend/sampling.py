@@ -5,8 +5,8 @@ its output position; it does not depend on the batch.
 
 Order: logit bias, repetition penalty, frequency and presence penalty, no end token before `min_tokens`,
 `allowed_token_ids`, the grammar's mask, temperature; then `top_k`, `top_p` (of the tokens that `top_k` keeps) and
-`min_p` (relative to the best) remove tokens; Gumbel noise selects one of the others. Ties with the last kept token are
-kept. Log probabilities are those of the model's distribution before all of these, as OpenAI reports them.
+`min_p` (relative to the best) remove tokens; Gumbel noise selects one of the rest. Ties with the last kept token are
+kept. Log probabilities are computed from the model's logits before these changes, as OpenAI reports them.
 
 `sample_random` is captured in CUDA graphs, too: with `is_exact`, it does not wait for the GPU.
 

@@ -22,8 +22,8 @@ CHUNK_WEIGHTS = 1 << 19
 GROUP_SIZES = (64, 32)
 _QUANTIZE_WEIGHTS = 1 << 18  # weights quantized at a time, to bound temporary memory
 
-#: Whether a layer can be quantized: no; by the model's scheme; or to int8, if the model is quantized and a kernel
-#: reads int8.
+#: How a layer can be quantized. `no`: never; `scheme`: to the model's scheme; `int8`: to int8, if the model is quantized
+#: and a kernel reads int8.
 Quantizable = Literal["no", "scheme", "int8"]
 
 
@@ -200,7 +200,7 @@ class Int8Method(QuantizedMethod):
 class Int4Method(QuantizedMethod):
     """Asymmetric int4 with a scale and a zero per output channel and group: (integer - 8) * scale + zero.
 
-    Shapes: pairs (N, K / 2), each byte holds the inputs i and i + half of a group; scale_zero (G, N, 2).
+    Shapes: pairs (N, K / 2), in which a byte holds the integers i and i + group_size / 2; scale_zero (G, N, 2).
     """
 
     name, op = "int4", "linear_int4"
@@ -277,7 +277,7 @@ def quantizable_layers(model: nn.Module, method: QuantizedMethod) -> list[Linear
 
 
 def choose_group_size(num_inputs: int) -> int | None:
-    """The largest group size that divides the inputs; None if no group size does."""
+    """The largest group size that divides the number of inputs; None if no group size does."""
     return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
 
 

@@ -48,7 +48,7 @@ class PublishedLinears:
 
     @property
     def forms(self) -> set[Form]:
-        """Forms that the layers have if the model can hold integers."""
+        """Forms of the layers in a model that can hold integers."""
         return {layout.form for layout in self.layouts.values()}
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
@@ -56,7 +56,7 @@ class PublishedLinears:
         if self.layouts[linear.name].form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
-        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # for all parts
+        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # part names are kept
         return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
     def put(

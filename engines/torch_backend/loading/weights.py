@@ -53,7 +53,7 @@ def require_memory(num_bytes: float, device: torch.device, how: str) -> None:
 class WeightReader:
     """Reads a checkpoint's tensors to a device, in the dtypes and quantization of the model's layers."""
 
-    #: A model that can be without weights, but whose quantized layers already have the method `scheme`.
+    #: The model to load into, possibly without weights. Its quantized layers already have the method `scheme`.
     model: nn.Module
     rename: Callable[[str], str | None]
     scheme: QuantizedMethod | None

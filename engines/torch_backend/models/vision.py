@@ -1,6 +1,6 @@
 """The image encoder: CLIP's vision transformer.
 
-Only the layers up to the last one that is used are created. Parameter names are those of Hugging Face CLIP.
+Only the layers up to the last used layer are created. Parameter names are those of Hugging Face CLIP.
 
 Shape letters: B images, P patches, T = P + 1 tokens (the class token first), C channels.
 """
@@ -83,7 +83,7 @@ class TowerBlock(nn.Module):
 
 
 def block_numbers(config: VisionConfig, feature_layers: tuple[int, ...]) -> list[int]:
-    """The blocks, counted from 1, that output these layers; -1 is the last. Raises: UnsupportedCheckpoint."""
+    """Numbers of the blocks, from 1, that output these layers; layer -1 is the last. Raises: UnsupportedCheckpoint."""
     numbers = []
     for layer in feature_layers:
         number = layer if layer >= 0 else config.num_layers + 1 + layer
@@ -96,7 +96,7 @@ def block_numbers(config: VisionConfig, feature_layers: tuple[int, ...]) -> list
 
 
 class VisionTower(nn.Module):
-    """CLIP's vision transformer; returns the hidden states of some layers."""
+    """CLIP's vision transformer; returns the hidden states of the feature layers."""
 
     def __init__(
         self, config: VisionConfig, feature_layers: tuple[int, ...], with_class_token: bool

@@ -26,7 +26,7 @@ UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
 #: Minimum number of prompt tokens that a step computes before a missing image, because each step reads all weights.
 FEWEST_TOKENS = 64
-#: Time for images in a step in which no request decodes. It delays the watchdog, new requests and aborts.
+#: Maximum time for images in a step in which no request decodes. It delays the watchdog, new requests and aborts.
 SECONDS_ALONE = 0.25
 
 

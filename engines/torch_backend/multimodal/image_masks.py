@@ -1,4 +1,4 @@
-"""Finds the prompt tokens that attend to later tokens, as in images, from a model's `create_masks_for_generate`."""
+"""Finds out from a model's `create_masks_for_generate` which prompt tokens attend to later tokens, as in images."""
 
 import inspect
 from typing import Any

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from engines.torch_backend.layers.linear_group import LinearGroup
 
-#: Floating-point operations of the first and smallest pieces: enough rows for an efficient matrix product.
+#: Floating-point operations per thread in the first and smallest pieces, enough for an efficient matrix product.
 PIECE_FLOPS_PER_THREAD = 500_000_000
 #: Elementwise operations are limited by memory, so each element counts as this many floating-point operations.
 _FLOPS_PER_ELEMENT = 500

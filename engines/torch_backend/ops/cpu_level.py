@@ -20,11 +20,11 @@ _ALWAYS = 1 << 30  # tokens
 
 @dataclass(frozen=True)
 class CpuLevel:
-    """A set of instructions, and thresholds measured with it."""
+    """An instruction set, and thresholds measured with it."""
 
     name: str
-    machines: tuple[str, ...] = ()  #: of `platform.machine`; empty: any
-    needs: frozenset[str] = frozenset()  #: flags of /proc/cpuinfo
+    machines: tuple[str, ...] = ()  #: values of `platform.machine()`; empty: any
+    needs: frozenset[str] = frozenset()  #: required flags of /proc/cpuinfo
     #: Compiler flags, one per instruction set, because older compilers lack flags for whole levels. None: no C++
     #: kernels.
     compiler_flags: tuple[str, ...] | None = None
@@ -36,7 +36,7 @@ class CpuLevel:
     max_integer_tokens: int = _ALWAYS
     #: From this number of new tokens, torch's fused attention in bfloat16 is faster than the kernels.
     min_fused_tokens: int = _ALWAYS
-    bfloat16_flags: frozenset[str] = frozenset()  #: torch multiplies bfloat16 fast with any of them
+    bfloat16_flags: frozenset[str] = frozenset()  #: with any of these, torch is fast in bfloat16
 
     @property
     def has_fast_bfloat16(self) -> bool:

@@ -62,7 +62,7 @@ class Site:
         return 16 * torch.finfo(self.dtype).eps
 
     def numbers(self, *shape: int, seed: int = 1) -> Tensor:
-        """Numbers in -1..1, without changing the random state."""
+        """Random numbers in -1..1. Does not change torch's random state."""
         generator = torch.Generator().manual_seed(1000 * self.seed + seed)
         values = 2 * torch.rand(shape, generator=generator) - 1
         return values.to(self.device, self.dtype)

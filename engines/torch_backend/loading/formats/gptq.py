@@ -51,7 +51,7 @@ class GptqReader(Reader):
         layout = self.layout(linear)
         values = unpack_words(linear.read("qweight").t(), self._bits)
         zeros = linear.read("qzeros")
-        # Packers subtract 1 per integer from whole words, so adding whole words also undoes the borrows.
+        # Packers subtract 1 from all integers of a word at once. Adding to whole words undoes the borrows too.
         zeros = unpack_words(zeros + _ONES[self._bits] if self._is_v1 else zeros, self._bits)
         zero = zeros[:, : layout.shape[0]]
         is_middle = bool((zero == 2 ** (self._bits - 1)).all())

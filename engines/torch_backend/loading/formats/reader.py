@@ -16,7 +16,7 @@ from engines.torch_backend.layers.linear import METHODS, choose_group_size, pack
 from engines.torch_backend.loading.stored_tensors import StoredTensor
 from engines.torch_backend.models.config import UnsupportedCheckpoint
 
-#: The weights of a linear layer once loaded: integers for our kernels, or floats.
+#: The form of a linear layer's loaded weights: integers for our kernels, or floats.
 Form = Literal["int4", "int8", "float"]
 
 
@@ -48,7 +48,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Integers:
-    """Weights scale * (value - zero) as unsigned integers, with a scale and a zero per output and group of inputs."""
+    """Weights as unsigned integers: scale * (value - zero), with a scale and a zero per output and group of inputs."""
 
     values: Tensor  #: uint8 (N, K)
     bits: int

@@ -1,8 +1,8 @@
 """Transformers' attention layers over the paged KV cache.
 
-If the text configuration of a model sets its attention implementation to `NAME`, its layers call `attend` with the queries,
-keys and values of a flat batch. `attend` calls the module's `pages`: a `Probe` while the model is loaded, a `PagedLayer`
-afterwards. Transformers makes no masks for that name.
+If the text configuration of a model sets its attention implementation to `NAME`, its layers call `attend` with the
+queries, keys and values of a flat batch. `attend` calls the module's `pages`: a `Probe` while the model is loaded, a
+`PagedLayer` afterwards. Transformers creates no masks for this attention implementation.
 
 Shape letters: N new tokens, H query heads, K key/value heads, D key width, E value width.
 """
@@ -56,7 +56,7 @@ class LayerSpec:
     chunk: int | None = None  #: tokens attend within chunks of this size
     softcap: float | None = None
     has_sinks: bool = False
-    shares: int | None = None  #: index of the layer whose keys and values it reads
+    shares: int | None = None  #: index of the layer whose keys and values this layer reads
     kind: str | None = None  #: layer type in the configuration
     is_bidirectional: bool = False  #: whether the slots of an image attend to each other
 

@@ -446,9 +446,9 @@ class GenericModel(FamilyModel):
         return found
 
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
-        """Features, and the "no feature" row for slot tokens that the model sampled. Shapes: (slots, levels * C)."""
+        """Rows of all slot tokens: features, or "no feature" if the model sampled it. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
-            # the row with which the decoder gets a slot's embedding as in a prompt without images
+            # a row that gives a slot token the same embedding as in a prompt without images
             slot_id: Any = getattr(self.inner.config, f"{name}_token_id")
             ids = torch.tensor([[slot_id]], device=features.device)
             zero = {name: self._forms[name].output(torch.zeros_like(features[:1]))}

@@ -115,7 +115,7 @@ def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> L
     missing = {name for name in wanted.keys() - weights.keys() if name.endswith(".bias")}
     weights |= {name: torch.zeros(wanted[name].shape, device=device) for name in missing}
     if odd := [n for n, x in weights.items() if n not in wanted or x.shape != wanted[n].shape]:
-        raise BeyondOurProgram(f"weights do not fit: {', '.join(sorted(odd)[:3])}")
+        raise BeyondOurProgram(f"unknown weights or shapes: {', '.join(sorted(odd)[:3])}")
 
     def place(name: str, x: Tensor) -> Tensor:
         # gains of 1 + w would lose the precision of w
@@ -181,7 +181,7 @@ def _in_order(name: str, x: Tensor, order: Tensor | None, head_dim: int) -> Tens
 
 #: Scales of random inputs of a norm: small ones reveal a wrong epsilon.
 _NORM_SIZES = (1e-3, 1.0, 30.0)
-#: Allowed difference to a norm's own forward pass, relative to its result.
+#: Allowed difference from a norm's own forward pass, relative to its result.
 _NORM_TOLERANCE = 1e-5
 _LINEARS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
@@ -231,7 +231,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], s
         modules.keys() & {*of_stream, *_HEAD_NORMS}
     )
     if odd := names ^ {*_LINEARS, *wanted}:
-        raise BeyondOurProgram(f"a layer has other modules: {', '.join(sorted(odd))}")
+        raise BeyondOurProgram(f"a layer has or lacks modules: {', '.join(sorted(odd))}")
     norms = {name: _read_norm(modules[name]) for name in wanted}
     scale = spec.scale * spec.key_dim**0.5
     if abs(scale - 1) > 1e-6:

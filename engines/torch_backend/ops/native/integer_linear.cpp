@@ -16,7 +16,7 @@
 
 namespace {
 
-// PARTS: vectors of a tile's outputs, one with AVX-512. Tokens: numbers of tokens whose sums fit the registers.
+// PARTS: number of vectors that hold the outputs of a tile. Tokens: numbers of tokens whose sums fit the registers.
 #if defined(__AVX512VNNI__)
 constexpr int PARTS = 1;
 using Int8Tokens = std::integer_sequence<int, 12, 8, 4, 3, 2, 1>;  // for int8 weights and activations

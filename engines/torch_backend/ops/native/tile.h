@@ -1,4 +1,4 @@
-// Six rows times sixteen columns. In assembly for AVX2, because GCC does not keep all sums in the registers.
+// Products of six rows and sixteen columns, in assembly for AVX2, because GCC does not keep all sums in registers.
 #pragma once
 
 #include "vectors.h"

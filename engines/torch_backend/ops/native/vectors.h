@@ -56,7 +56,7 @@ inline Floats load(const Float16* source) {
 
 inline void store(float* target, Floats values) { std::memcpy(target, &values, sizeof values); }
 
-inline Floats all(float value) { return value - Floats{}; }  // compilers cannot remove + 0, because -0 + 0 is 0
+inline Floats all(float value) { return value - Floats{}; }  // not +: compilers cannot remove + 0, as -0 + 0 is 0
 
 inline float scalar(float value) { return value; }
 
@@ -143,7 +143,7 @@ inline Floats sum_each(const Floats (&v)[8]) {
 #endif
 }
 
-// The contiguous range of `count` units that a thread computes, in whole steps.
+// The range of units that a thread computes, in whole steps. All threads together compute `count` units.
 struct Share {
     int64_t start, stop;
 };
