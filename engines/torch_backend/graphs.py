@@ -78,7 +78,7 @@ class DecodeBuffers:
     """Static input tensors of the graphs of one batch size: one new token for each of up to B sequences.
 
     A step is written to host memory and sent to the device in three copies. Padding rows have no context and write to
-    a slot that no sequence reads. The host memory is double-buffered, because the device may still read one step
+    a slot that no sequence reads. The host memory is double-buffered, because the device can still read one step
     while the next is written.
     """
 

@@ -165,7 +165,7 @@ class Loras:
         ):
             raise BadAdapter(
                 f"the adapter changes {name_some(unknown, 3)}, but only linear layers of the decoder can be "
-                "adapted: train with target_modules that name those, or merge the adapter into the model"
+                "adapted; train with such target_modules only, or merge the adapter into the model"
             )
         stored: dict[str, LowRank] = {}
         for module, rows in places.items():

@@ -125,7 +125,7 @@ def _has_penalty(sampling: SamplingParams) -> bool:
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Apply penalties: repetition (Keskar et al. 2019) counts prompt and output, the others the output only."""
+    """Apply penalties. Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence, the output."""
     parts = []
     for sequence in (sequences[row] for row in rows):
         if sequence.token_counts is None:
@@ -310,7 +310,7 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-#: number of best tokens that are sorted first for `top_p`; all tokens are sorted if their sum does not reach it
+#: number of best tokens that are sorted first for `top_p`; all tokens are sorted if these are not enough
 NUCLEUS_WIDTH = 256
 #: lower temperatures are greedy in effect, and can round to 0 in float32
 LEAST_TEMPERATURE = 1e-6
@@ -380,7 +380,7 @@ def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> T
     limits = params.top_ks[params.top_ks < vocab_size]
     width = max(NUCLEUS_WIDTH, int(limits.max())) if limits.numel() else NUCLEUS_WIDTH
     threshold, kept = _threshold_among(scores, width, top_k, top_p)
-    # a row with `top_p` alone may keep more than the sorted tokens
+    # a row with `top_p` alone can keep more than the sorted tokens
     if bool((kept[:, -1:] & (top_k > width) & (top_p < 1)).any()):
         return _threshold_among(scores, vocab_size, top_k, top_p)[0]
     return threshold
@@ -389,7 +389,7 @@ def _top_threshold(scores: Tensor, params: SampleParams, *, is_exact: bool) -> T
 def _threshold_among(
     scores: Tensor, width: int, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Score threshold; mask of the `width` best tokens. Shapes: (B, V), limits (B, 1); returns (B,), (B, width)."""
+    """Score threshold; which of the `width` best are kept. Shapes: (B, V), limits (B, 1); returns (B,), (B, width)."""
     vocab_size = scores.shape[1]
     ordered = scores.topk(width, dim=-1).values
     kept = torch.arange(width, device=scores.device) < top_k

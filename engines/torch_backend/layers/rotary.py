@@ -29,7 +29,7 @@ def inverse_frequencies(config: TextConfig) -> Tensor:
 
 
 def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Divide the frequencies of long wavelengths by `factor`, keep those of short ones, interpolate in between."""
+    """Divide frequencies of long wavelengths by `factor`, keep frequencies of short ones, interpolate in between."""
     wavelengths = 2 * math.pi / frequencies
     old_length = scaling.original_max_position_embeddings
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

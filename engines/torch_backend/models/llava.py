@@ -204,7 +204,7 @@ def _check_ids(config: Fields) -> None:
 
 
 def _published_name(name: str) -> str:
-    """The published name of a parameter that transformers 5 may have renamed."""
+    """The published name of a parameter that transformers 5 can have renamed."""
     if name.startswith("lm_head."):
         return f"language_model.{name}"
     if name.startswith("model.language_model."):

@@ -47,7 +47,7 @@ class _Steps(NamedTuple):
     """Temporal steps of a model's videos. They are encoded independently, which splits long videos into chunks."""
 
     dim: int = 0  #: dimension of the steps in the pixels
-    num_after: int = 0  #: features after those of the last step
+    num_after: int = 0  #: number of features after the last step's features
 
 
 #: Models whose video input the tests compare with transformers. Videos are refused for other models.
@@ -141,7 +141,7 @@ class PositionHooks:
         with self._lock:
             base: Any = getattr(self._model, "model", None)
             if hasattr(base, "rope_deltas"):
-                base.rope_deltas = None  # drop those of an earlier prompt
+                base.rope_deltas = None  # reset the state of an earlier prompt
             positions = self._model._prepare_position_ids_for_generation(ids, kwargs)
             kwargs |= {
                 "position_ids": positions, "inputs_embeds": None, "past_key_values": None, "use_cache": False,
@@ -596,7 +596,7 @@ def _unfit(image: Image.Image, reason: str) -> InvalidImage:
 
 
 def _separator(processor: Any) -> str:
-    """The separator that adjacent images share."""
+    """The token that adjacent images share; empty for most processors."""
     is_it = type(processor).__name__ == "Idefics2Processor"
     return processor.fake_image_token if is_it else ""
 
@@ -630,4 +630,4 @@ def in_words(number: int) -> str:
 
 
 _of_smolvlm: Any = processing_smolvlm
-_of_smolvlm.num2words = _of_smolvlm.num2words or in_words  # an optional package
+_of_smolvlm.num2words = _of_smolvlm.num2words or in_words  # num2words is optional

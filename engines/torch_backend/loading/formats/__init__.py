@@ -1,6 +1,6 @@
 """Readers of published quantization formats, selected by `quantization_config` of `config.json`.
 
-A reader finds the layout of each quantized linear layer in the checkpoint's headers, and loads one layer at a time, as
+A reader finds the layout of each quantized linear layer in the checkpoint's headers. It loads one layer at a time, as
 integers for our kernels or as floats. An unsupported layer is refused with its name and the reason.
 """
 

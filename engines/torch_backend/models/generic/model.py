@@ -277,7 +277,7 @@ class GenericModel(FamilyModel):
             adopt(self.inner, self._name_of(head)).quantizable = "int8"
 
     def allow_int8_beside(self) -> None:
-        """Allow int8 outside the decoder of a model with a tower; in text models, those layers run for every token."""
+        """Allow int8 outside the decoder of a model with a tower. In text models, such layers run for every token."""
         if self.config.takes_media:
             allow_int8(self.inner, self._decoder_name, self.inner.get_output_embeddings())
 

@@ -16,7 +16,7 @@ def batched(positions: Tensor) -> Tensor:
 
 
 def freeze_rope(model: nn.Module, max_model_len: int) -> None:
-    """Set the RoPE frequencies of every module to those of sequences of this length.
+    """Set the RoPE frequencies of every module as for sequences of this length.
 
     A batch has sequences of many lengths, and results must not depend on other sequences. Raises:
     UnsupportedCheckpoint for modules without an `inv_freq` buffer.

@@ -78,7 +78,7 @@ def encoder_inputs(model: PreTrainedModel, image: ProcessedImage) -> dict[str, A
     """Arguments of a model's image encoder, on its device and in its dtype."""
     base: Any = model.base_model
     if hasattr(base, "rope_deltas"):
-        base.rope_deltas = None  # drop those of an earlier prompt
+        base.rope_deltas = None  # reset the state of an earlier prompt
     return {name: placed(x, model.device, model.dtype) for name, x in image.inputs.items()}
 
 

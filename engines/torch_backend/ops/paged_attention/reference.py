@@ -56,7 +56,7 @@ class Attend(Protocol):
     """Normalises and rotates heads, writes keys and values to the cache, and attends."""
 
     def __call__(self, layer: int, qkv: Tensor, heads: Heads = PLAIN) -> Tensor:
-        """Shapes: qkv (N, (H + 2 K) D), which may be changed; returns (N, H D)."""
+        """Shapes: qkv (N, (H + 2 K) D), which can be changed in place; returns (N, H D)."""
         ...
 
 
@@ -161,7 +161,7 @@ def _find_contexts(inputs: StepInputs, block_size: int, heads: Heads) -> _StepCo
         count = max(1, int((last_seen - first_seen).max()) + 1)
         indices = first_seen + torch.arange(count, device=first.device)
         visible = indices <= last_seen
-        # masked positions read the newest visible token, because unused slots of a block may hold NaN
+        # masked positions read the newest visible token, because unused slots of a block can contain NaN
         slots = find_slots(slice(num), indices.minimum(last_seen).clamp(min=0))
         decodes = _Context(slots, None if bool(visible.all()) else visible[:, None])
     runs = []
