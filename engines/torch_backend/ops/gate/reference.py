@@ -5,6 +5,6 @@ from torch.nn import functional as F
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half, times the other. Shapes: (N, 2 F); returns (N, F)."""
+    """SiLU of the first half of each row, times the second half. Shapes: (N, 2 F); returns (N, F)."""
     left, right = gate_up.chunk(2, dim=1)
     return F.silu(left).mul_(right)

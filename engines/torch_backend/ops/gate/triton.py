@@ -1,4 +1,4 @@
-"""SiLU of one half of a row, times the other. Source: Shazeer 2020 (SwiGLU)."""
+"""SiLU of the first half of each row, times the second half. Source: Shazeer 2020 (SwiGLU)."""
 
 import triton
 import triton.language as tl

@@ -56,7 +56,7 @@ class PagedAttention:
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]
         keys = pool.blocks(0)[0]
-        #: whether torch attends for the sequences with several new tokens
+        #: whether torch computes the attention of sequences with several new tokens
         self.is_fused = (
             keys.dtype is torch.bfloat16
             and len(inputs.slots) >= min_fused_tokens
@@ -114,7 +114,7 @@ class PagedAttention:
             out.data_ptr(),
             self._num_threads,
         )
-        if self.is_fused:  # the kernel has rotated, written, and attended for the decodes only
+        if self.is_fused:  # the kernel has rotated and written all tokens, but attended for decodes
             by_head = numbers.to(self._pool.dtype).unflatten(1, (-1, self._struct.head_dim))
             num_kv_heads = self._struct.num_kv_heads
             widths = [self._struct.num_heads, num_kv_heads, num_kv_heads]
