@@ -152,7 +152,7 @@ def other_family(name: str, config_class: str, **fields: Any) -> Family:
         (text("PhiMoE", "Phimoe", sliding_window=8, num_local_experts=4), "does not match its window or chunk size"),
         (text("DiffLlama", "DiffLlama"), "computed more than once for each token"),
         (other_family("Mamba", "Mamba", hidden_size=32, num_hidden_layers=2),
-         "vocab_size|max_position_embeddings|takes no position_ids"),
+         "vocab_size|max_position_embeddings|not accept position_ids"),
         (other_family("Falcon", "Falcon", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, alibi=True),
          "cannot use paged attention: its layers bypass"),
     ],
