@@ -210,8 +210,8 @@ def _tower(field: str, value: Any) -> Callable[[Path], object]:
         (_tower("model_args", {"checkpoint_path": "/tmp/weights.pth"}), "vision_config.model_args is "),
         (_tower("model_args", {"pretrained_cfg": {"url": "http://x"}}), "vision_config.model_args is "),
         (_tower("model_args", "x"), "vision_config.model_args is "),
-        (_of("Qwen2.5-VL", "config.json", "text_config.hidden_act", ""), "ForConditionalGeneration do not fit"),
-        (_of("Qwen2.5-VL", "tokenizer.json", *PREFIX), "ForConditionalGeneration do not fit"),
+        (_of("Qwen2.5-VL", "config.json", "text_config.hidden_act", ""), "ForConditionalGeneration fails"),
+        (_of("Qwen2.5-VL", "tokenizer.json", *PREFIX), "ForConditionalGeneration fails"),
         *((_of("Qwen2.5-VL", "processor_config.json", f"image_processor.{name}", value), "number of tokens of an image")
           for name, value in (("size.longest_edge", "x"), ("merge_size", 0))),
     ],
