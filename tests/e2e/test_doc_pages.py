@@ -27,7 +27,7 @@ API = ("chat", "output", "completions", "responses", "messages", "ollama", "erro
 PAGES = ("tutorial", *(f"api-{name}" for name in API))
 Names = dict[str, Any]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 def read(page: str) -> str:

@@ -52,11 +52,11 @@ def look_at(directory: Path) -> None:
 def refusal(directory: Path) -> str:
     """Returns the error with which a checkpoint is refused, and checks time and memory."""
     tracemalloc.start()
-    started = time.monotonic()
+    started = time.process_time()
     try:
         with pytest.raises(UnsupportedCheckpoint) as caught:
             look_at(directory)
-        assert time.monotonic() - started < WITHIN_S
+        assert time.process_time() - started < WITHIN_S
         assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
