@@ -289,7 +289,7 @@ class BatchRecord(msgspec.Struct, frozen=True):
     created_at: int
     expires_at: int
     metadata: dict[str, str] | None = None
-    guest: str = ""  #: see `KeyDirectory.guest`
+    guest: str = ""  #: see `gateway.keys.directory.KeyDirectory.guest`
 
 
 class Beginning(msgspec.Struct, frozen=True):

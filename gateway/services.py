@@ -208,7 +208,7 @@ class Services:
     def run_batches(
         self, surfaces: Mapping[str, Surface], may_ask: Callable[[str, str], bool]
     ) -> None:
-        """Run batches. `surfaces`: by path. `may_ask`: whether the key of a tenant or guest is valid."""
+        """Create the batch runner. `surfaces`: by path. `may_ask`: whether a tenant's or guest's key is valid."""
         if self.batches is None:
             return
         limits, settings = self.settings.limits, self.settings.gateway
@@ -241,7 +241,7 @@ class Services:
         spawn(self.models.keep_fresh())
         spawn(self.usage.keep_saved())
         if self.keys is not None:
-            with suppress(RedisError, StoreError, OSError):  # until then, stored keys get 503
+            with suppress(RedisError, StoreError, OSError):  # stored keys get 503 until it succeeds
                 await self.keys.refresh()
             spawn(self.keys.keep_fresh())
             spawn(self.keys.keep_synced())

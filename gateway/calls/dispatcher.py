@@ -309,8 +309,6 @@ class Dispatcher:
         if num_dropped:
             self.metrics.record_dropped_events(num_dropped)
 
-    # Deadlines
-
     async def _enforce_deadlines(self) -> None:
         """Enforce deadlines. Must not wait for Redis."""
         while True:
@@ -384,7 +382,7 @@ class Dispatcher:
     async def _resubmit(self, call: OpenCall, choice: ChoiceProgress) -> None:
         """Resubmit a choice after Redis lost it or its tokens. The choice continues after the tokens that arrived.
 
-        The new id fences workers that still run the lost request. No limit applies, because the request was accepted.
+        Workers that still run the lost request cannot write to the new id. Limits do not apply to accepted requests.
         Raises: QueueUnavailable.
         """
         if not call.can_resubmit(choice):

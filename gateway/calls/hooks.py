@@ -135,7 +135,7 @@ class Hooks:
                 raise
             except Exception as error:
                 self._metrics.count("hook_failures", name)
-                # The error's own message may quote a prompt.
+                # The error's own message is not logged, because it may quote a prompt.
                 at = traceback.extract_tb(error.__traceback__)[-1]
                 logger.error(
                     "the hook %s failed: %s in %s, line %s",

@@ -57,7 +57,7 @@ class KeptAnswers:
         return await self._put(tenant, name, Record(data, (image.ref,)), anew=True)
 
     async def _put(self, tenant: str, name: str, record: Record, *, anew: bool = False) -> bool:
-        """Store a record and retain its images. Returns whether it was stored."""
+        """Store a record; returns False if it is too large. Releases the images of records that are not kept."""
         made_room = await self._records.put(owner_of(tenant, "records"), name, record, anew=anew)
         if made_room is None:
             self._blobs.release(_holder(name), record.images)

@@ -150,7 +150,7 @@ class KeyLimits:
         )
 
     def charge(self, calls: Sequence[Call], card: ModelCard, num_prompts: int = 1) -> Charge:
-        """The charge for a request, which is billed when it ends. `num_prompts`: as in `Plan`."""
+        """The charge for a request, which is billed when it ends. `num_prompts`: see `surface.Plan`."""
         first, prices = calls[0], (0.0, 0.0, 0.0, 0.0)
         own = calls[:: len(calls) // num_prompts]  # the first call of each prompt
         name, _, _ = first.model.partition("@")  # without the version of a deployment
@@ -184,7 +184,7 @@ class KeyLimits:
             return self._overloaded(refused.reason)
         if refused.reason == "key_budget" and (key := self._find_key(tenant)) is not None:
             return BudgetExceeded(key.budget, key.period)
-        # Only refusals for requests are cached: tokens may be refunded at any moment.
+        # Other refusals are not cached: the end of a request or a refund may lift them at any moment.
         if refused.reason == "key_requests":
             if len(self._refused) >= MAX_REFUSED:
                 del self._refused[next(iter(self._refused))]  # the oldest entry
@@ -222,7 +222,7 @@ def _part(priority: Priority, most: int) -> int:
 
 
 def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:
-    """The limits per minute, for headers. `full_in_s` is as in `Submitted`."""
+    """The limits per minute, for headers. `full_in_s`: see `shared.queue.api.Submitted`."""
     per_minute = (limits.max_tenant_requests_per_minute, limits.max_tenant_tokens_per_minute)
     return [
         Rate(name, most, max(0, int(most * (1 - s / 60))), s)

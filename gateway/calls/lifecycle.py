@@ -216,7 +216,7 @@ class Lifecycle:
             except Overloaded as error:
                 if error.reason not in _FULL:
                     raise
-                refused = error.with_traceback(None)  # frames would retain the body
+                refused = error.with_traceback(None)  # stack frames would retain the body
         model = recorder.model
         context.fallback_from = asked
         try:
@@ -257,7 +257,7 @@ class Lifecycle:
         recorder.priority, recorder.num_prompts = plan.priority, plan.num_prompts
         submit = partial(self._submit, plan, card, recorder, held)
         if is_resumable(context, plan):
-            head = replace(head, id=surface.id_prefix + context.id)  # may be new: see is_resumable
+            head = replace(head, id=surface.id_prefix + context.id)  # is_resumable may change it
             limits = self.key_limits.limits(plan.priority, context.tenant)
             shard = self.dispatcher.queue.place(context.id, context.tenant, limits, None)
             reply = await self.resume.open(
@@ -290,7 +290,7 @@ class Lifecycle:
         events = await self._run(finding, card, recorder, held)
         asking.image_decode_s = time.perf_counter() - began_at
         [found] = [event for _, event in events if isinstance(event, Tokenized)]
-        # Files are closed once they are stored.
+        # Stored files are closed. Without data, `_store_images` uses the stored image.
         stored = [e if isinstance(e.data, bytes) else replace(e, data=None) for e in loaded]
         return surface.cut(replace(plan, loaded=stored), found.segment_ends)
 
@@ -339,7 +339,7 @@ class Lifecycle:
     async def _submit(
         self, plan: Plan, card: ModelCard, recorder: Recorder, held: HeldBody, call_id: str = ""
     ) -> OpenCall:
-        """Queue one call per task. `call_id`: the id of the only call, if it is resumable. Raises: as `_queue`."""
+        """Queue one call per task. `call_id`: id of a resumable call. Raises: ApiError, as `Dispatcher.submit`."""
         tenant = recorder.context.tenant
         self.key_limits.check(card.queue, tenant)
         if not plan.images:
@@ -469,7 +469,7 @@ class Lifecycle:
         def watch() -> None:
             watching.append(asyncio.create_task(close_when_gone()))
 
-        # The delay saves the cost for quick answers.
+        # During quick answers, the client is not watched: that saves a task.
         timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, watch)
         try:
             if reply.is_streamed:

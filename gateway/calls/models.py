@@ -95,7 +95,7 @@ _MISS_PAUSE_S = 0.1  #: minimum interval of early refreshes for unknown names
 _ROUTES_KEPT_S = 60.0  #: how long deployments that Redis has lost are kept
 _GONE_AFTER_S = 120.0  #: time after which a model without worker or deployment is not listed
 _MAX_NAMES = 8  # maximum names of models in an error message
-#: Metrics count further adapters under the name of their model, because the number of names is unbounded.
+#: Maximum number of adapters with their own label in metrics. Further adapters are counted under their model's.
 MAX_ADAPTER_LABELS = 200
 OTHER = "other"  #: label of unknown models
 
@@ -216,7 +216,7 @@ class ModelDirectory:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # after models: workers register first
+            workers = await self.registry.workers()  # after models: a worker registers itself first
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             deployed, versions = await self._read_routes({card.name for card in known})
             await self.table.refresh()
@@ -390,7 +390,7 @@ class ModelDirectory:
 
 
 def _adapters(cards: Mapping[str, ModelCard], live: Iterable[ModelCard]) -> Iterator[ModelCard]:
-    """Adapters of live workers, or of the card if a model has none. The newer of two with the same name is used."""
+    """Adapters of each model's live workers or, if they have none, of its card. Newer adapters replace older ones."""
     found: dict[str, dict[str, AdapterCard]] = {}
     for card in live:
         held = found.setdefault(card.name, {})

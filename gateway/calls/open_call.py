@@ -42,14 +42,14 @@ class ChoiceProgress:
 
     A higher attempt supersedes a lower one. An event that does not follow the last one reveals a gap: events are held
     back until the request's log, which has all of them, has been read again. If Redis lost its last writes, a later
-    attempt may repeat tokens: equal tokens are dropped, and different answers are never spliced.
+    attempt may repeat tokens: equal tokens are dropped, and the choice fails if they differ.
     """
 
     attempt = 0
     has_started = False
     has_values = False
     has_gap = False
-    is_split = False  #: an event has known and new tokens: new ones must be computed again
+    is_split = False  #: an event had known and new tokens, so the choice must be resubmitted
     is_finished = False
     is_settled = False  #: it has ended or was refused, and needs no cancellation
     _num_expected = 0  #: tokens up to the end of the last event that was held back
@@ -145,7 +145,7 @@ class OpenCall:
     images: tuple[ImageRef, ...] = ()  #: images of the submitted request
     submitted: Sequence[Call] = ()  #: one for each choice
     charge: Charge | None = None
-    full_in_s: tuple[float, float] | None = None  #: as in `Submitted`
+    full_in_s: tuple[float, float] | None = None  #: see `shared.queue.api.Submitted`
     begins_by = 0.0  #: Redis may not know the request until this reading of `time.monotonic`
     _waiter: asyncio.Future[None] | None = None
 

@@ -1,7 +1,7 @@
 """Records one request: stages, metrics, log line and span.
 
 The stages are durations that add up to the end-to-end time. The gateway measures its own stages, and the worker sends
-its stages in `StageTimings`. The remaining time is `relay`: publishing, the mailbox, and writing to the socket.
+its stages (`shared.protocol.StageTimings`). The remaining time is `relay`: publishing, the mailbox and the socket.
 
 The log never contains the prompt, the answer, a key or an image. Tenants and the client's `user` are logged as short
 hashes. Attributes of the span follow OpenTelemetry's GenAI conventions; additional ones begin with `vlm.`. The
@@ -25,7 +25,7 @@ from shared.telemetry.tracing import NOT_FAILURES, Attributes, Stage, epoch_ns, 
 if TYPE_CHECKING:
     from shared.telemetry.spans import RequestSpan, Tracer
 
-_LARGEST_INT = 2**63 - 1  #: largest attribute; requests with larger values are refused
+_LARGEST_INT = 2**63 - 1  #: larger numbers are not recorded, and their requests are refused
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Recorder:
             )
 
     def begin(self, call: OpenCall, *, is_streamed: bool) -> None:
-        """Note that the call was queued, or that it reads the answer of an earlier request."""
+        """Record that the call was queued, or that it reads the answer of an earlier request."""
         self.is_followed = call.is_follower
         self._is_streamed = is_streamed
         self._num_choices = len(call.choices)

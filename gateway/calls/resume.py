@@ -170,7 +170,7 @@ class Resume:
                         context.fallback_from = head.model
                     head = msgspec.structs.replace(head, package=known.package, model=known.model)
             if call is None:
-                if known is not None:  # renew the record for the new call, perhaps of a fallback
+                if known is not None:  # the new call may use a fallback model
                     names = {"queue": queue, "model": head.model, "package": head.package}
                     await self.note(context.id, **names)
                 call = await self._submit(call_id, queue, submit, known is None)

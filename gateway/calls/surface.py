@@ -21,7 +21,8 @@ from shared.protocol import Finished, ModelCard, Priority, Task, Tokens, Usage
 from shared.records.store import Record
 from shared.settings.limits import LimitSettings
 
-#: Position and bytes of a frame. The position counts output tokens, then the frames after the last token.
+#: Position and bytes of a frame. The position is the number of output tokens up to its end, 0 before the first token.
+#: Frames after the last token have the next numbers. `gateway.api.run` counts items instead of tokens.
 Frame = tuple[int, bytes]
 
 _NO_USAGE = Usage(0)
@@ -44,7 +45,7 @@ class Request(Protocol):
 class Plan(Struct, frozen=True):
     """The tasks of a request, and options of its answer."""
 
-    #: One per choice or input. `images` of a task is filled in later.
+    #: One per choice or input, without `images`, which the lifecycle adds.
     tasks: Sequence[Task]
     #: Options for `Surface.answer`; stored in Redis for resumable streams.
     options: msgspec.Struct
@@ -149,7 +150,7 @@ class Surface(Endpoint):
         raise NotImplementedError
 
     def describe(self, request: Any) -> Mapping[str, Any]:
-        """Numbers of the request for its trace, by their names in `gen_ai.request.`. Never text."""
+        """Numbers of the request for its trace, by their names after `gen_ai.request.`. Never text."""
         numbers = {_TRACE_NAMES.get(name, name): getattr(request, name) for name in self.traced}
         return numbers | ({"stream": bool(request.stream)} if "stream" in numbers else {})
 

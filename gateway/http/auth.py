@@ -1,8 +1,8 @@
 """API keys: bearer tokens or `x-api-key`. Keys of the settings are compared by digest in constant time.
 
 Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows only on loopback addresses
-or with `allow_open`. With keys, `/metrics` requires one: an admin key, if the settings have admin keys. Prometheus
-sends the key in its setting `authorization: credentials_file`.
+or with `allow_open`. With keys, `/metrics` requires one; if the settings have admin keys or a root key, it needs the
+role `adapters`. Prometheus reads the key from the file in its setting `authorization: credentials_file`.
 """
 
 import hashlib
@@ -159,7 +159,7 @@ class WrongKeys:
         address, now = _place(host), self._clock()
         num_keys, until = self._minutes.get(address, (0, 0.0))
         if until <= now:
-            self._minutes.pop(address, None)  # append the new minute: the first entry is the oldest
+            self._minutes.pop(address, None)  # re-added last, so that the first one is the oldest
             num_keys, until = 0, now + WINDOW_S
         self._minutes[address] = (num_keys + 1, until)
         if len(self._minutes) > MAX_ADDRESSES:

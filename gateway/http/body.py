@@ -1,10 +1,10 @@
 """Admits requests, and decodes their bodies to structs, with errors that name the field.
 
-The fast path is one bounded read and one strict decode. If it fails, the slow path finds the field:
-`messages.[0].content.[1].image_url`.
+The fast path is one bounded read and one strict decode. If the decode fails, the slow path removes unknown fields and
+decodes again. Its errors name the field, such as `messages.[0].content.[1].image_url`.
 
-A field that would change the answer is refused, unless its value is null or a no-op. All other unknown fields are
-removed and listed in `x-vlm-ignored` and the log.
+An unknown field that would change the answer is refused, unless its value is null or a no-op. By default, all other
+unknown fields are removed, and listed in `x-vlm-ignored` and the log.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from gateway.http.exchange import Exchange, RequestContext, clean_name
 from shared.protocol import is_deeper
 from shared.settings.limits import LimitSettings
 
-#: No-op values by field; null is always a no-op. `object.field` names a field of an object.
+#: Unsupported field (or `object.field`) -> its no-op values, which are accepted. null is always accepted.
 Unsupported = Mapping[str, tuple[Any, ...]]
 
-_MAX_NO_OP_BYTES = 256  #: larger values are not decoded
+_MAX_NO_OP_BYTES = 256  #: larger values of unsupported fields are refused without decoding them
 _MAX_LOGGED_NAMES = 100
 _LOG_INTERVAL_S = 60.0
 _SANE_NAME = re.compile(r"\w{1,64}(\[\])?", re.ASCII)  #: `name[]` is a list in a query string
@@ -158,7 +158,7 @@ def _is_no_op(value: Raw, no_ops: tuple[Any, ...]) -> bool:
         return False
     try:
         given = msgspec.json.decode(value)
-    except msgspec.DecodeError:  # out of range
+    except msgspec.DecodeError:  # such as a number that is out of range
         return False
     return given is None or any(
         given == no_op and isinstance(given, bool) == isinstance(no_op, bool) for no_op in no_ops
@@ -214,7 +214,7 @@ class Admission:
     def __init__(self, max_open: int, max_body_bytes: int) -> None:
         self.max_open = max_open
         self.max_body_bytes = max_body_bytes
-        self.num_body_bytes = 0  #: of requests that are not queued yet
+        self.num_body_bytes = 0  #: bodies of requests that are not queued yet
         self.num_open = 0
         self.is_draining = False
         self._ended_at: deque[float] = deque(maxlen=1000)
@@ -254,7 +254,7 @@ class HeldBody:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count received bytes. The only request with a body is never refused. Raises: Overloaded."""
+        """Count received bytes. While no other request has a body, this one is not refused. Raises: Overloaded."""
         admission = self._admission
         self._num_bytes += num_bytes
         admission.num_body_bytes += num_bytes
@@ -283,7 +283,7 @@ _NO_NEWLINE = r"$(?!\\n)"  #: end of a pattern, as msgspec shows it
 _INDEX = re.compile(r"\.\[\d+\]")
 _MISSING = re.compile(r"Object missing required field `(?P<name>\w+)`")
 JSON = b"application/json"
-_FEW_BYTES, _FEW_COMMAS = 4096, 64  #: shorter data, and data after more commas, uses `count`
+_FEW_BYTES, _FEW_COMMAS = 4096, 64  #: minimum bytes and maximum commas for which `find` is used
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}:,]', re.DOTALL)
 _SEARCHED = 1 << 20  #: leading bytes that are searched for the field that nests too deeply
 _TYPED_LEVELS = 8  #: maximum nesting of typed fields around a field with free JSON
@@ -301,7 +301,7 @@ async def read_body(
     max_commas: int,
     media_type: bytes,
 ) -> bytes:
-    """Read the body. `max_commas`: in JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
+    """Read the body. `max_commas` limits JSON. Raises: InvalidRequest (too large, too slow), Overloaded, ClientGone."""
     _check_headers(exchange.context, limits.max_body_bytes, media_type)
     paced = PacedBody(exchange.receive, timeout_s, exchange.has_message)
     most = max_commas if media_type == JSON else limits.max_body_bytes
@@ -432,7 +432,7 @@ def _check_headers(context: RequestContext, max_bytes: int, expected: bytes) -> 
 def _check_media_type(given: bytes, expected: bytes) -> None:
     media_type, _, charset = given.lower().partition(b";")
     is_named = media_type.strip() == expected
-    if not is_named and expected != JSON:  # JSON needs no content type: `curl -d` sends a form's
+    if not is_named and expected != JSON:  # JSON is exempt: `curl -d` sends the type of a form
         raise wrong_media_type(f"Send the body with `Content-Type: {expected.decode()}`.")
     is_utf8 = charset.replace(b'"', b"").strip() in (b"", b"charset=utf-8", b"charset=utf8")
     if is_named and expected == JSON and not is_utf8:

@@ -141,7 +141,7 @@ class Resource:
 def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
     """Mark a method as an operation of the same name. The docstring's first line is the summary.
 
-    The method's parameters are the `Caller`, a `body` and a `query`; it returns the answer.
+    The method's parameters are the `Caller` and, if needed, a `body` and a `query`; it returns the answer.
     `attributes`: attributes of `Endpoint`. `commas`: name of the limit on commas in the body. `is_upload`: the method
     reads the body.
     """

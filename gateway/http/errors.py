@@ -152,7 +152,7 @@ class ServerError(ApiError):
 
 
 class KeyEnded(Failed, frozen=True):
-    """The request's API key was revoked or has expired. Created by the gateway, never sent to it."""
+    """The request's API key was revoked or has expired. The gateway creates this event; workers never send it."""
 
 
 def from_failed(event: Failed) -> ApiError:
@@ -227,7 +227,7 @@ def store_unavailable() -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError | None:
-    """The error for an exception, without a traceback that retains the body. None if the client has disconnected."""
+    """The error for an exception, without its traceback, which would retain the body. None: the client is gone."""
     match error:
         case ClientGone():
             return None

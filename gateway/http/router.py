@@ -95,7 +95,7 @@ class Router:
         exchange.has_message = scope.get("extensions", {}).get(HAS_MESSAGE)
         endpoint, is_logged = None, True
         try:
-            # The decoded path does not match an id with an encoded slash.
+            # An id with an encoded slash matches only in the path before decoding.
             raw_path = (scope.get("raw_path") or b"").decode("latin-1")
             route = self._find(scope["path"], context) or self._find(raw_path, context)
             endpoint = route and route.first
@@ -167,7 +167,7 @@ class Router:
         media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type not in _SIMPLE_TYPES or origin in self._origins or b"*" in self._origins:
             return
-        if site is not None:  # as the browser sees it, through any proxy
+        if site is not None:  # set by the browser: correct even if a proxy changes `Host`
             is_own = site in (b"same-origin", b"none")
         else:
             is_own = (origin or b"").partition(b"://")[2] == headers.get(b"host")
@@ -221,7 +221,7 @@ def _create_context(scope: Scope) -> RequestContext:
 
 
 class AccessLog:
-    """Counts and logs requests that no `Recorder` records. Refusals are limited to a few lines per second."""
+    """Counts and logs requests that `gateway.calls.recorder` does not. At most a few refusals per second are logged."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics

@@ -30,7 +30,7 @@ from shared.settings.tree import Settings
 from shared.telemetry.metrics import GatewayMetrics
 
 _STATUS_LINE = b"HTTP/1.1 "
-_BODY_GRACE_S = 1.0  #: extra time, within which the application reports a slow body
+_BODY_GRACE_S = 1.0  #: extra time, so that the application can report a slow body first
 _LAST_WORDS_S = 2.0  #: time to send the error events of requests that outlast the drain
 
 RESERVED_FILES = 64  #: file descriptors that are not for client connections
@@ -49,7 +49,7 @@ class FileReserve:
     def admits(self, transport: asyncio.Transport) -> bool:
         """Whether a connection leaves enough file descriptors. Refusals are counted, and logged at intervals."""
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        file = transport.get_extra_info("socket").fileno()  # the lowest free number
+        file = transport.get_extra_info("socket").fileno()  # the lowest free number, by POSIX
         if limit == resource.RLIM_INFINITY or file < limit - min(RESERVED_FILES, limit // 4):
             return True
         self._metrics.count("admission_rejections", "connections")
@@ -339,7 +339,7 @@ def without_chunks(cycle: RequestResponseCycle) -> Send:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which finishes open requests before it stops. `fail_open` fails requests that take too long."""
+    """A uvicorn server that finishes open requests before it stops. `fail_open` fails requests that take too long."""
 
     def __init__(
         self,

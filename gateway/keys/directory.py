@@ -92,7 +92,7 @@ class KeyStore(RedisStore):
         self._durable = durable
 
     async def state(self) -> bytes:
-        """A random token of the last change; empty if Redis has no keys."""
+        """A random token that every change replaces; empty if Redis has no keys."""
         return await self._ask("HGET", self._keys.api_keys, "") or b""
 
     async def read(self) -> dict[str, KeyRecord]:

@@ -37,8 +37,8 @@ class Used(Struct):
 class UsageLog:
     """Reads and saves usage.
 
-    If Redis loses the sums of a day, it starts new sums with another number. The usage of the day is the total of all
-    its sums. If Redis is restored from an older copy, its sums are raised to the saved ones.
+    If Redis loses its set of sums of a day, it starts another set, with another number. The usage of a day is the total
+    of all its sets. If Redis is restored from an older copy, its sums are raised to the saved ones.
     """
 
     def __init__(self, queue: GatewayQueue, durable: PackageStore | None) -> None:
@@ -125,7 +125,7 @@ class UsageLog:
     async def _save(self, durable: PackageStore, path: str, sums: dict[str, int]) -> None:
         if self._saved.get(path) == sums:
             return
-        # Redis may have been restored from an older copy.
+        # Keep the higher counts: Redis may have been restored from an older copy.
         joined = _join(sums, await self._get(path))
         await asyncio.to_thread(durable.write, path, [msgspec.json.encode(joined)])
         self._saved = {path: sums, **dict(list(self._saved.items())[:9])}

@@ -2,7 +2,7 @@
 
 Fetching is disabled until the operator lists hosts, or `any-public`. A URL is parsed once, and its host name is
 resolved once. All addresses of the host must be global, and the connection goes to one of them, so that no second
-lookup can return another address. URL, Host header, TLS name and the key of the pool use the host name, so that a
+lookup can return another address. URL, Host header, TLS name and the pool's keys contain the host name, so that a
 pooled connection serves only its verified host. Redirects pass the same checks. Proxies and .netrc of the environment
 are ignored, and content encodings are refused. Bytes, time, name lookups and concurrent fetches (per host, per address
 and in total) are limited. All failures have the same message, so that it does not reveal which ports are open.
