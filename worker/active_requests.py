@@ -56,7 +56,7 @@ from worker.prepare.preparer import CannotContinue, ImageRefused, ImageUnavailab
 
 logger = logging.getLogger(__name__)
 
-#: Maximum delay of tokens of an answer that is not streamed. Undelivered tokens are lost with their worker.
+#: Maximum delay of tokens of an answer that is not streamed. Delayed tokens are lost if the worker dies.
 HOLD_S = 0.25
 #: Minimum time between two publications of a stream, if the worker runs at least `MIN_COALESCED_STREAMS`.
 STREAM_HOLD_S = 0.05
@@ -450,7 +450,7 @@ class ActiveRequests:
                 active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
-        """Whether a claim may start: a possible poison request must not run beside requests in their first attempt."""
+        """Whether a claim may start: a possible poison request must not run beside requests with a crash count of 0."""
         if not self._poison_candidates:
             return True
         started = [active for active in self._active_requests.values() if active.started_at]

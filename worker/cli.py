@@ -25,7 +25,7 @@ ENGINE: SettingOptions = {
     ),
     "engine.command": option(
         str, "--engine-command",
-        "Executable or container that starts this server, such as '/opt/vllm/bin/vllm serve'.",
+        "Executable or container that starts the engine's server, such as '/opt/vllm/bin/vllm serve'.",
         "the engine's program",
     ),
     "engine.served_name": option(str, "--served-name", "Name in the API.", "the model's own"),

@@ -100,7 +100,7 @@ class EngineThread:
 
     def release(self) -> None:
         """Deliver the events since `hold`."""
-        self._is_held = False  # first: later events must wake the loop again
+        self._is_held = False  # before the delivery, so that later events wake the loop
         if self._events:
             self._deliver()
 
@@ -202,7 +202,7 @@ class EngineThread:
     # On the loop
 
     def _deliver(self) -> None:
-        self._is_waking = False  # first: later events must wake the loop again
+        self._is_waking = False  # before the delivery, so that later events wake the loop
         self.on_events([self._events.popleft() for _ in range(len(self._events))])
 
 

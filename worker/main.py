@@ -56,7 +56,7 @@ def run_worker(settings: Settings) -> int:
     """Run one worker until a signal. Returns the exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if not hide_process():
-        logger.warning("this system cannot hide the worker's environment from its user's processes")
+        logger.warning("this system lets processes of the same user read the worker's environment")
     try:
         prepare_process(settings.engine.values())
         uvloop.run(WorkerProcess(settings).run())

@@ -45,7 +45,7 @@ LONGEST_PAUSE_S = 1.0
 def trace(
     tracer: "Tracer | None", active: ActiveRequest, engine: StageTimings | None, outcome: str
 ) -> None:
-    """Record the spans of an attempt that ends now, starting when it was queued, as children of the gateway's span."""
+    """Record the spans of an attempt, from the time in the queue until now, as children of the gateway's span."""
     request, waited_s = active.call, active.claim.waited_s
     if tracer is None or active.is_traced or request.trace_parent is None:
         return  # disabled, already exported, or not sampled

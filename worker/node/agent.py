@@ -138,7 +138,7 @@ class NodeAgent:
     async def run(self) -> None:
         resolve_structs()
         logger.info("node %s: packages from %s", self.id, self._store.url)
-        with contextlib.suppress(RedisError, OSError):  # of an earlier process of this id
+        with contextlib.suppress(RedisError, OSError):  # the record of an earlier process
             await self._deployments.withdraw(self.id)
         beating = asyncio.create_task(self._keep_beating(), name="heartbeat")
         try:
@@ -199,7 +199,7 @@ class NodeAgent:
                 self._outage.failed(error)
             else:
                 now = time.monotonic()
-                # Other nodes may have lost Redis too.
+                # Other nodes may have lost Redis too: give them time to announce themselves again.
                 if now - self._beaten_at > RECORD_TTL_S / 2:
                     self._trusts_at = now + RECORD_TTL_S
                 self._beaten_at = now
@@ -329,9 +329,9 @@ class NodeAgent:
         others = [each for each in self._workers if not is_of_node(app.name, each.worker_id)]
         for digest in {*gone, *lost}:
             model = version_name(app.name, digest)
-            if any(each.card.name == model for each in others):  # workers outside of nodes
+            if any(each.card.name == model for each in others):  # a worker outside nodes serves it
                 continue
-            # If a shard is down, its requests end at their deadlines; requests of the other shards have failed.
+            # `fail_all` raises if a shard is down, but still fails requests of other shards; the shard's own time out.
             with contextlib.suppress(QueueUnavailable):
                 if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                     logger.warning("%s: %d requests failed: no instance can run them", model, num)

@@ -239,7 +239,7 @@ def make_packages(
     where = ["--no-index", "--find-links", str(source / WHEELS)] if wheels else []
     try:
         cache.make_room(sum(layers[path].size for path in wheels))
-        # In an empty folder: pip would import or build files of the package.
+        # pip runs in an empty folder. In the package's folder, it would import or build files of the package.
         with cache.filling(), _building(target) as temporary, TemporaryDirectory() as place:
             if LOCK in layers:
                 Path(place, LOCK).write_text(_read_lock(source / LOCK), "utf-8")

@@ -196,7 +196,7 @@ class Instance:
         while limit and not self._runs_code:
             used = await asyncio.to_thread(used_bytes, process.pid)
             if used > limit and process.returncode is None:
-                # Another start would fail the same way.
+                # If it has exceeded the limit while loading, another start would do so too.
                 is_ready = self._state == "ready"
                 await self._note_tenants()
                 self._fail(too_much(used, limit, is_ready=is_ready), is_final=not is_ready)

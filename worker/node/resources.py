@@ -49,7 +49,7 @@ def too_much(used: int, limit: int, *, is_ready: bool) -> str:
     ask = math.ceil(max(1.5 * limit, (1.25 if is_ready else 3) * used) / 1e8) * 100
     return (
         f"the instance used {used / 1e6:.0f} MB of memory, its limit is {limit / 1e6:.0f} MB: deploy it with "
-        f"--resources memory={ask}m, or without memory=, which sets no limit"
+        f"--resources memory={ask}m, or omit memory= for no limit"
     )
 
 

@@ -153,7 +153,7 @@ def _deploy_key(folder: Path) -> str:
 
 @contextmanager
 def _key_by_port(by_port: Path, folder: Path) -> Iterator[None]:
-    """Link the deploy key into the directory that `vlm deploy` reads, if they differ and the home is writable."""
+    """Link the deploy key into `by_port`, where `vlm deploy` reads it, unless that is `folder` or not writable."""
     link, key = by_port / "data-dir.key", folder / "deploy.key"
     with suppress(OSError):
         link.unlink(missing_ok=True)  # left by a killed process
@@ -213,7 +213,7 @@ async def keep_running(redis: EmbeddedRedis) -> None:
         await asyncio.sleep(pause_s)
         pauses.started()
         try:
-            redis.restart()  # in the main thread: the server ends with its thread
+            redis.restart()  # not in another thread, with which the server would end
         except (EmbeddedRedisError, OSError) as error:
             logger.warning("redis does not start: %s", error)
 

@@ -1,6 +1,6 @@
 """Decodes images in sandboxed child processes, because files are untrusted and may attack the decoder.
 
-Threads of `Preprocessor` call the pool; each call has its own child. If a child dies or takes too long, only its
+Threads of `preparer.Preprocessor` call the pool, each with its own child. If a child dies or takes too long, only its
 current file fails, and the child is replaced. A child is also replaced after many files.
 """
 

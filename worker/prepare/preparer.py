@@ -1,7 +1,7 @@
 """Preparation of claimed calls for the engine: fetches and decodes images, renders and tokenizes prompts.
 
-Images, media and long texts are prepared in separate thread pools, short texts on the event loop. Media are decoded in
-other processes, images too if so configured. Tenants are scheduled round-robin.
+Images, media and long texts are prepared in separate thread pools, short texts on the event loop. Videos and audio are
+decoded in other processes, and so are images unless `worker.decode_processes` is 0. Tenants are scheduled round-robin.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class MediaCounts:
 
     length_s: float = 0.0
     decode_s: float = 0.0  #: CPU time of the decoders
-    refusals: Counter[str] = field(default_factory=Counter)  #: by "time", "file" or an option
+    refusals: Counter[str] = field(default_factory=Counter)  #: by cause: "time", "file" or option
 
 
 @dataclass(eq=False)

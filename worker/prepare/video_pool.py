@@ -65,7 +65,7 @@ class Refusal(msgspec.Struct, frozen=True):
 class VideoPool(ChildPool):
     """Decodes videos and audio."""
 
-    module = "worker.prepare.video_child"  # it imports PyAV, which this process does not
+    module = "worker.prepare.video_child"  # not imported here, because it loads PyAV
     max_files = 50
     cpu_s = 0.0  #: CPU time of the children for their files
 
@@ -189,7 +189,7 @@ class DecodedAudio(OpenAudio):
 
 @dataclass(eq=False)
 class DecodedVideo(OpenVideo):
-    """A video in a child process. `indices` and `size` describe the decoded frames; `indices` is None before."""
+    """A video in a child process. `frames` sets `indices` and `size` to those of the decoded frames."""
 
     _child: Child
     info: VideoInfo
