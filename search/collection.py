@@ -189,7 +189,7 @@ def _map(path: Path) -> dict[str, np.ndarray]:
 
 
 class FlatIndex:
-    """A `VectorIndex` over a collection: a scan of all rows in numpy."""
+    """A `search.index.VectorIndex` over a collection: a scan of all rows in numpy."""
 
     def __init__(self, directory: Path) -> None:
         """Raises: BadCollection."""

@@ -141,7 +141,7 @@ def _read_csv(path: Path, text_field: str) -> Iterator[Source]:
 
 
 def _from_row(row: Mapping[str, Any], text_field: str, place: str, folder: Path) -> Source:
-    """Create a source from a row. Fields without a meaning of their own become attributes."""
+    """Create a source from a row. Fields other than the text, `id` and `image` become attributes."""
     text, image = row.get(text_field), row.get("image") or None  # a column may be empty
     if not isinstance(text, str) and not isinstance(image, str):
         raise EmbedError(f"{place} has no text in {text_field!r}: name the field by --text-field")
@@ -698,7 +698,7 @@ def _find_model(directory: Path, model: str, url: str | None, engine: str) -> st
     if model or (url is None and (kind is None or not kind.needs_checkpoint)):
         return model
     model = read_manifest(directory).model
-    if url is None and model not in BUILT_IN:  # a manifest must not select a download
+    if url is None and model not in BUILT_IN:  # a manifest must not cause a download
         raise EmbedError(f"give --url, or name the collection's model with --model: {model}")
     return model
 

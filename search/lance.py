@@ -31,7 +31,7 @@ from shared.settings.limits import MIB
 SCAN_ROWS = 10_000
 #: A table with more files is compacted.
 MAX_FRAGMENTS = 32
-#: A table is compacted after one commit per `_ROWS_PER_COMMIT` rows, but at least and at most this many commits.
+#: A table is compacted after (rows / `_ROWS_PER_COMMIT`) commits: at least `MIN_COMMITS`, at most `MAX_COMMITS`.
 MIN_COMMITS, MAX_COMMITS = 16, 200
 _ROWS_PER_COMMIT = 64
 #: Candidates to rerank, per requested result.
@@ -39,7 +39,7 @@ REFINE_FACTOR = 4
 _BATCH_IDS = 500
 _TEXTS = ["id", "text", "image", "file_id", "filename"]
 _PLAIN = [*_TEXTS, "attributes"]
-#: Old versions are kept if a reader takes longer.
+#: Maximum wait for readers of old versions. If a reader takes longer, old versions are kept.
 _READERS_END_WITHIN_S = 10.0
 #: Limits of Lance's caches, which otherwise grow to several GiB.
 _INDEX_CACHE_BYTES, _METADATA_CACHE_BYTES = 256 * MIB, 8 * MIB

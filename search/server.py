@@ -88,7 +88,7 @@ class SearchApp:
             asked = self._decoder.decode(body)
         except msgspec.MsgspecError:
             logger.exception("a request cannot be read")
-            return _fault("unavailable", "Gateway and search process differ: update both.")
+            return _fault("unavailable", "The versions of gateway and search differ: update both.")
         del body
         loop = asyncio.get_running_loop()
         try:

@@ -125,7 +125,7 @@ class Stores:
             wire.PutFileBatch: self._put_file_batch,
             wire.ReadFileBatch: self._read_file_batch,
         }
-        if not catalog.is_shared:  # unfinished work is from a killed process, not from another one
+        if not catalog.is_shared:  # else another process may be doing the unfinished work
             self._orphans.update(catalog.orphans())
             for record in catalog.unfinished():
                 self._forget_chunks(record)
@@ -492,7 +492,7 @@ class Stores:
     # Open stores, quotas, compaction
 
     def _store(self, record: wire.StoreRecord) -> OpenStore:
-        """The store. Its index opens at its first use; the least recently used index is closed."""
+        """The store, whose index opens at its first use. Beyond `MAX_OPEN`, the least recently used store is closed."""
         if record.id in self._collections:
             return self._collections[record.id][1]
         with self._lock:
