@@ -752,7 +752,7 @@ class _Computing:
         self._results: list[LineResult] = []
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self.is_woken = asyncio.Event()  #: store the results and check for a cancellation now
+        self.is_woken = asyncio.Event()  #: set to store results and look for a cancellation now
         self._writing = asyncio.Lock()
 
     async def run(self) -> bool:

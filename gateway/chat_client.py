@@ -91,7 +91,7 @@ class Conversation:
                 elif data != line:  # other lines are blank, or comments
                     yield from self._read_chunk(json.loads(data))
         if not done:
-            raise ChatError("the connection ended before the answer; ask again")
+            raise ChatError("the connection ended before the answer was complete; ask again")
 
     def _read_chunk(self, chunk: dict[str, Any]) -> Iterator[str]:
         if "error" in chunk:

@@ -140,7 +140,7 @@ def find(
     model: Annotated[
         str,
         typer.Option(
-            help="Model of the collection; for images, `shapes-clip`.", show_default="its own"
+            help="Model that embeds the query.", show_default="the collection's, else shapes-clip"
         ),
     ] = "",
     api_key: ApiKey = None,

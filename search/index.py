@@ -147,7 +147,7 @@ class IndexStats:
 
 
 class VectorIndex(Protocol):
-    """The items of one store. Reads are thread-safe; one thread at a time writes."""
+    """The items of one store. Reads are thread-safe; one thread at a time writes. Durable writes survive `kill -9`."""
 
     def upsert(self, items: Sequence[Item]) -> None:
         """Insert items, or replace those of the same id: all or none, durable on return. Ids are distinct."""

@@ -1,6 +1,6 @@
 """The search process: serves gateways over HTTP.
 
-Without PostgreSQL, a lock on the data directory prevents a second search process. Acknowledged writes survive a kill.
+Without PostgreSQL, a lock on the data directory prevents a second process. Acknowledged writes survive a `kill -9`.
 """
 
 import asyncio

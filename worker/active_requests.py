@@ -378,7 +378,7 @@ class ActiveRequests:
     _active_requests: dict[str, ActiveRequest] = field(default_factory=dict)  #: by request id
     _by_engine_id: dict[str, ActiveRequest] = field(default_factory=dict)
     _poison_candidates: set[ActiveRequest] = field(default_factory=set)  #: possible poison requests
-    #: Claimed requests that cannot start yet, because a possible poison request runs alone.
+    #: Claimed requests that cannot start yet, because they or running requests may be poison requests.
     _parked: deque[ActiveRequest] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -39,7 +39,7 @@ class HealthServer:
     _is_ready: Callable[[], bool]
     _registry: Callable[[], CollectorRegistry | Awaitable[CollectorRegistry] | None]
     _server: asyncio.Server | None = None
-    port: int = 0  #: once started
+    port: int = 0  #: 0 until the server listens
 
     async def start(self, host: str, port: int, variable: str) -> None:
         """Listen on a port (0: a free one), or at `host` if it is a path. Raises: SettingsError, naming `variable`."""

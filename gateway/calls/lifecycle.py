@@ -3,8 +3,8 @@
     in:   admission, body, surface.read, model, capability, surface.plan, limits, images, queue
     out:  events, answer.whole or answer.frames, client; recorded once, refunded, closed
 
-Checks are ordered from cheap to expensive. Every exit path closes the call, which cancels it on the workers. An API
-is a `gateway.calls.surface.Surface`.
+Checks are ordered from cheap to expensive. Every exit path closes the call, which cancels it on the workers unless
+it is resumable. An API is a `gateway.calls.surface.Surface`.
 """
 
 import asyncio

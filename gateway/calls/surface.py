@@ -114,7 +114,7 @@ class Surface(Endpoint):
     options: type[Struct] = NoOptions
     #: Numeric fields of the request for its trace.
     traced: Sequence[str] = ()
-    #: Name of the limit on the number of commas in a body.
+    #: Field of `LimitSettings` that limits the number of commas in a body.
     commas: str = "max_commas"
     #: Whether a worker cuts the audio of a plan into segments before the plan is queued.
     cuts_audio: bool = False

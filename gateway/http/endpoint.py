@@ -142,8 +142,8 @@ def operation(method: str, path: str, **attributes: Any) -> Callable[[H], H]:
     """Mark a method as an operation of the same name. The docstring's first line is the summary.
 
     The method's parameters are the `Caller` and, if needed, a `body` and a `query`; it returns the answer.
-    `attributes`: attributes of `Endpoint`. `commas`: name of the limit on commas in the body. `is_upload`: the method
-    reads the body.
+    `attributes`: attributes of `Endpoint`. `commas`: field of `LimitSettings` that limits the commas in the body.
+    `is_upload`: the method reads the body.
     """
 
     def mark(handler: H) -> H:

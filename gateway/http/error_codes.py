@@ -31,7 +31,7 @@ ERROR_CODES: dict[str, tuple[int, str]] = {
     "insufficient_permissions": (403, "The API key lacks the role that the path requires."),
     "model_not_allowed": (403, "The API key may not use this model."),
     "host_not_allowed": (403, "Without keys: `Host` is not in `VLM_GATEWAY__HOSTS`."),
-    "origin_not_allowed": (403, "Without keys: a page of another origin sent no preflight."),
+    "origin_not_allowed": (403, "Without keys: a POST from another origin without a preflight."),
     "model_not_found": (404, "No model of this name is served."),
     "stream_not_found": (404, "The stream does not exist or ended more than a minute ago."),
     "response_not_found": (404, "No such answer is stored for this key."),

@@ -34,7 +34,7 @@ class ClientGone(Exception):
 
 
 class ErrorFields(msgspec.Struct):
-    """Fields of an error. Streams report errors in their last event, which also has the fields of the retry headers."""
+    """Fields of an error. Only streams set `should_retry` and `retry_after`: other answers have headers for them."""
 
     message: str
     type: str
@@ -85,7 +85,7 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(fields))
 
     def event(self) -> bytes:
-        """The error as the last event of a stream, with the fields of the retry headers."""
+        """The error as the last event of a stream, with `should_retry` and `retry_after`."""
         fields = ErrorFields(self.message, self.type, self.param, self.code, self.should_retry)
         if self.retry_after_s is not None:
             fields.retry_after = self.retry_after_s

@@ -298,7 +298,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(timeout_s, self.transport.close)
 
     def _time_body(self) -> None:
-        """Close a connection whose body stops. The application limits its rate."""
+        """Close a connection whose body stops. The application limits the rate of a body."""
         self._stop_timer()
         self._times_body, self._is_body_silent = True, True
         self._timer = self.loop.call_later(self._body_timeout_s, self._end_body)

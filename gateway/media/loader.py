@@ -53,7 +53,7 @@ _JPEG_BARE = frozenset({0x01, *range(0xD0, 0xD8)})  # markers without a length
 
 _INLINE_CHARS = 256 * 1024  #: images up to this many characters or bytes are read on the event loop
 _LEAST_BYTES_PER_S = 1024 * 1024  #: minimum rate of a fetched video or audio
-_SLICE_CHARS = 1024 * 1024  #: a multiple of 4
+_SLICE_CHARS = 1024 * 1024  #: a multiple of 4, the length of a base64 group
 _HEAD_BYTES = 1024  #: leading bytes that determine the type of a video or audio file
 
 

@@ -1,7 +1,7 @@
 """`vlm node`: claims slots of deployments, runs their instances, and advances rollouts.
 
-There is no leader. Nodes change the record of a deployment by compare-and-set, and take turns in advancing it, one
-each second. Final decisions are written to the store before they are applied.
+There is no leader. Nodes change the record of a deployment by compare-and-set, and each second another node advances
+it. Final decisions are written to the store before they are applied.
 """
 
 import asyncio

@@ -41,7 +41,7 @@ _PREFIXES = (
     *("TORCH", "PYTORCH_", "ATEN_", "TRITON_", "OMP_", "MKL_", "KMP_", "GOMP_"),
     *("OPENBLAS_", "NUMEXPR_", "ONEDNN_", "DNNL_"),
 )
-#: Credentials of a bucket, for the process that opens the package store, by the URL's scheme.
+#: Scheme of a bucket's URL -> prefix of the variables with its credentials, which only gateways inherit.
 _STORE_PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
 
