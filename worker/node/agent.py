@@ -331,7 +331,7 @@ class NodeAgent:
             model = version_name(app.name, digest)
             if any(each.card.name == model for each in others):  # a worker outside nodes serves it
                 continue
-            # `fail_all` raises if a shard is down, but still fails requests of other shards; the shard's own time out.
+            # If a shard is down, `fail_all` raises, but fails requests of other shards. Those of the shard time out.
             with contextlib.suppress(QueueUnavailable):
                 if num := await self._queue.fail_all(model, ErrorCode.WORKER_LOST, _LOST_MESSAGE):
                     logger.warning("%s: %d requests failed: no instance can run them", model, num)

@@ -28,8 +28,8 @@ LOADING = {"id": "slow", "num_workers": 0, "tasks": ["generate"]}
         (200, {"data": [CLIP]}, r"it serves clip.*`vlm serve"),
         (200, {"data": [CLIP, LOADING]}, r"slow .*wait"),
         (401, {"error": {"message": "no key"}}, r"no key.*VLM_API_KEY"),
-        (404, {"error": "no such path"}, "answers 404"),
-        (404, ["no such path"], "answers 404"),
+        (404, {"error": "no such path"}, "HTTP status 404"),
+        (404, ["no such path"], "HTTP status 404"),
     ],
 )
 def test_the_first_available_model_is_used_or_the_error_explains_why(
