@@ -33,7 +33,7 @@ KEY_HEADER = b"idempotency-key"
 LAST_ID_HEADER = b"last-event-id"
 STREAM_PATH = "/v1/streams/"
 
-#: How long a request that another gateway is accepting may be missing in Redis.
+#: How long to wait until a request that another gateway is accepting appears in Redis.
 BEGINS_WITHIN_S = 10.0
 #: Maximum time to load the images of a request and to queue it. Afterwards, another gateway may try.
 _ATTEMPT_S = 60.0
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
-    """The data with which another gateway continues the answer."""
+    """The data that another gateway needs to continue the answer."""
 
     surface: str
     model: str
