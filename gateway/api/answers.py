@@ -139,7 +139,7 @@ def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
 def with_ends(
     events: Sequence[ChoiceEvent], *, joins: bool
 ) -> Iterator[tuple[int, CallEvent, Finished | None]]:
-    """Merged events. The last event of each choice comes with the choice's `Finished` event.
+    """Yield the merged events with their choices; the last event of a choice also with its `Finished` event.
 
     `joins`: yield a choice's last tokens and its `Finished` event as one, if they were published together.
     """
@@ -323,7 +323,7 @@ class ChunkStream(Generic[Options]):
     """
 
     chunk_type: type[msgspec.Struct]
-    num_choices = 2**31  #: choices per prompt
+    num_choices = 2**31  #: choices per prompt; by default, all choices are of one prompt
 
     def __init__(self, options: Options, head: AnswerHead) -> None:
         self.head = head

@@ -123,7 +123,7 @@ class DeployResource(Resource):
         return record_unreadable() if isinstance(error, Unreadable) else store_unavailable()
 
 
-_MAX_UPLOADS = 4  #: concurrent uploads at full speed
+_MAX_UPLOADS = 4  #: concurrent uploads, not counting slow ones
 _SLOW_RATE = 256 * 1024  #: bytes per second; a slower upload counts as slow
 _MAX_THREADS = 64  #: upload threads for all keys together
 _RANGE = re.compile(r"bytes (\d{1,15})-(\d{1,15})/(\d{1,15})")
@@ -368,7 +368,7 @@ class SlotObject(msgspec.Struct):
 
 class RevisionObject(msgspec.Struct):
     generation: int
-    digest: str  #: digest of the version: of the package, or of package and environment together
+    digest: str  #: digest of the version: the package's; with an environment, a digest of package and environment
     package: str
     environment: dict[str, Any]
     spec: dict[str, Any]

@@ -136,7 +136,7 @@ PixelCount = Annotated[int, Meta(ge=1, lt=2**31)]
 
 
 class PixelFields(RequestStruct, frozen=True, kw_only=True):
-    """Bounds on the pixels of a scaled image or frame, within the model's own limits."""
+    """Minimum and maximum pixels of an image or frame after scaling. The model's own limits also apply."""
 
     min_pixels: PixelCount | None = None
     max_pixels: PixelCount | None = None
@@ -240,7 +240,7 @@ class IgnoredMessageFields(EchoedStruct, frozen=True, kw_only=True):
 
 
 class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
-    """A message. An assistant message may repeat all fields of an answer. Unknown fields are ignored."""
+    """A message. Clients can send the message of an answer back with all of its fields; unknown fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     #: Omitted only in assistant messages; null only in assistant and tool messages.
@@ -304,7 +304,7 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
     reasoning_effort: ReasoningEffort | None = None
     include_reasoning: Annotated[bool | None, doc("false leaves out the model's reasoning.")] = None
     enable_thinking: Annotated[
-        bool | None, doc("Whether the model reasons; sets the chat template's variable.")
+        bool | None, doc("Whether the model reasons; sets the chat template's switch for it.")
     ] = None
     thinking: Annotated[bool | ThinkingType | None, doc("The same as `enable_thinking`.")] = None
     chat_template_kwargs: Annotated[
@@ -317,7 +317,7 @@ class ChatCompletionRequest(IgnoredFields, frozen=True, kw_only=True):
         bool | None, doc("Continue the last message, which must be the assistant's.")
     ] = None
     mm_processor_kwargs: Annotated[
-        PixelFields | None, doc("Bounds on the pixels of all images, and of each frame of a video.")
+        PixelFields | None, doc("Bounds on the pixels of each image, and of each frame of a video.")
     ] = None
     media_io_kwargs: Annotated[
         MediaFields | None, doc("Frame sampling of videos that have neither fps nor num_frames.")
@@ -474,8 +474,8 @@ class ChatCompletions(Surface):
     def describe_fields(self, properties: dict[str, Any]) -> None:
         limits = self.limits
         properties["messages"]["description"] = (
-            f"At most {limits.max_text_chars} characters of text and {limits.max_images} images "
-            f"together. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
+            f"All messages together: at most {limits.max_text_chars} characters of text and {limits.max_images} "
+            f"images. An image: {MEDIA['image'].formats} of at most {limits.max_image_bytes} bytes, "
             f"{limits.max_image_pixels} pixels, {limits.max_image_side} on a side, and an aspect ratio "
             f"of at most {limits.max_image_aspect:g}:1. At most {limits.max_videos} videos: {MEDIA['video'].formats} "
             f"of at most {limits.max_video_bytes} bytes, {limits.max_video_s:g} seconds, "
@@ -622,7 +622,7 @@ class _Messages(msgspec.Struct):
         return video.options(param, self._limits, default and default.video)
 
     def _bounds(self, own: ImageContent | None = None, param: str = "") -> tuple[int, int]:
-        """Minimum and maximum pixels to scale an image to. 0: no bound. `own`: the image's part."""
+        """Minimum and maximum pixels after scaling; 0: no bound. `own`: the image's part, which takes precedence."""
         given = self._request.mm_processor_kwargs or PixelFields()
         least, most = given.min_pixels, given.max_pixels
         if own is None:
@@ -786,10 +786,10 @@ class CompletionRequest(StructuredFields, frozen=True, kw_only=True):
     #: 0: generate nothing; requires `echo` or `prompt_logprobs`.
     max_tokens: Count | None = None
     echo: Annotated[
-        bool | None, doc("Return the prompt before the text, with logprobs of its tokens.")
+        bool | None, doc("Return the prompt before the text; `logprobs` then includes its tokens.")
     ] = None
     logprobs: Annotated[
-        Count | None, doc("Number of most likely tokens returned with logprobs, for each token.")
+        Count | None, doc("Return the logprob of each token and of this many alternatives.")
     ] = None
     add_special_tokens: Annotated[
         bool | None, doc("false adds no special tokens, such as BOS, to a prompt.")
@@ -849,7 +849,7 @@ class Completions(Surface):
     answer_type = chunk_type = Completion
     traced = ("stream", "n", "max_tokens", "temperature", "top_p", "top_k", "seed")
     unsupported = UNSUPPORTED["/v1/completions"]
-    commas = "max_input_commas"  # lists of token ids have many commas
+    commas = "max_input_commas"  # a higher limit, because lists of token ids have many commas
 
     def plan(self, request: CompletionRequest, context: RequestContext, card: ModelCard) -> Plan:
         prompts = _prompts(request)
@@ -901,7 +901,7 @@ class Completions(Surface):
         if request.max_tokens == 0 and request.prompt_logprobs is None and not request.echo:
             raise invalid("max_tokens", "send at least 1; 0 needs echo or prompt_logprobs")
         check_most("n", count, limits.max_choices)
-        check_most("prompt", len(prompts) * count, limits.max_prompts, "prompts, counted n times")
+        check_most("prompt", len(prompts) * count, limits.max_prompts, "choices (prompts times n)")
         num_chars = sum(len(prompt.text) for prompt in prompts if isinstance(prompt, TextPart))
         check_chars(num_chars, limits.max_text_chars, "prompt", "context_length_exceeded")
         check_most("logprobs", request.logprobs or 0, limits.max_top_logprobs)
@@ -912,8 +912,8 @@ class Completions(Surface):
     def describe_fields(self, properties: dict[str, Any]) -> None:
         limits = self.limits
         properties["prompt"]["description"] = (
-            f"At most {limits.max_prompts} prompts (each counts `n` times), of {limits.max_text_chars} "
-            "characters together. Special tokens in a text are encoded as such."
+            f"The number of prompts times `n` is at most {limits.max_prompts}. All texts together have at most "
+            f"{limits.max_text_chars} characters. Special tokens in a text are encoded as such."
         )
 
 
@@ -1012,7 +1012,7 @@ class CompletionAnswer(ChunkStream[CompletionOptions]):
             spelled = b"".join([entry.chosen.token_bytes for entry in entries])
             choice.text = spelled.decode("utf-8", "replace") if text is None else text
         if self.options.with_logprobs:
-            # a tokenizer may put a space before the text
+            # negative if the tokenizer puts a space before the text
             begin = len(choice.text) - sum(len(entry.chosen.token) for entry in entries)
             choice.logprobs = to_text_logprobs(entries, begin)
         if self.options.with_token_ids:

@@ -349,7 +349,7 @@ def translate_sampling(
 ) -> SamplingParams:
     """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
 
-    `name`: the API's name of `max_tokens`, which the engine also limits to the context. Raises: InvalidRequest.
+    `name`: the API's name of `max_tokens`. The engine later limits it to the remaining context. Raises: InvalidRequest.
     """
     most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
     if max_tokens is not None and max_tokens > most:

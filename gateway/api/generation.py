@@ -320,7 +320,7 @@ def schema_grammar(
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise _invalid_schema(param, "send a JSON Schema") from None
-    except RecursionError:  # the depth of JSON in a string was not checked
+    except RecursionError:  # JSON in a string, whose depth was not checked with the body's
         raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels") from None
     if not isinstance(content, dict):
         raise _invalid_schema(param, "send a JSON object")

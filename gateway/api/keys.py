@@ -309,7 +309,7 @@ class Keys(Resource):
 
     @operation("POST", _PATH + "/{name}:forget")
     async def forget_key(self, caller: Caller) -> Forgotten:
-        """Delete all stored data of a key, or of `KEY:NAME`, a caller with an OpenID Connect token."""
+        """Delete all stored data of a key, or of a caller with an OpenID Connect token, given as `KEY:NAME`."""
         keys, name = await self._fresh(), caller.path["name"]
         tenants = await keys.guests_of(name) if ":" in name else [_find(keys, caller).tenant]
         if not tenants:

@@ -359,7 +359,7 @@ class AnthropicErrorFields(msgspec.Struct):
     message: str
     code: str | None
     param: str | None
-    #: These details make Anthropic's tool runner continue without a thread.
+    #: Set if the request has the unsupported field `thread`: Anthropic's tool runner then continues without it.
     details: dict[str, Any] | UnsetType = UNSET
 
 

@@ -118,7 +118,7 @@ class OllamaRequest(RequestStruct, frozen=True, kw_only=True):
     options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     keep_alive: Annotated[
-        Ignored, doc("No effect, except that 0 without a prompt is answered as an unload.")
+        Ignored, doc("No effect. A request with 0 and no prompt gets `done_reason`: `unload`.")
     ] = UNSET
     truncate: Ignored = UNSET
     shift: Ignored = UNSET
@@ -232,7 +232,7 @@ class _Ollama(Surface):
     error_type = OllamaError
     options = OllamaAnswerOptions
     stream_headers = _LINES
-    keep_alive = b""  # clients parse every line as JSON
+    keep_alive = b""  # sends nothing, because clients parse every line as JSON
     is_chat = False
 
     def read(self, body: bytes, context: RequestContext) -> Any:

@@ -132,7 +132,7 @@ class EmbeddingRequest(InputFields, frozen=True, kw_only=True):
     normalized: Annotated[bool | None, doc("false returns vectors that are not normalized.")] = None
     #: vLLM's field: truncate inputs to this number of tokens; -1: to the model's maximum
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    prompt_name: Annotated[str | None, doc("Name of the model's prompt before each text.")] = None
+    prompt_name: Annotated[str | None, doc("Name of the prompt to put before each text.")] = None
     input_type: (
         Literal[
             "search_query",
@@ -425,7 +425,7 @@ def split_inputs(
 def split_documents(
     task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
 ) -> list[Rerank]:
-    """Split the documents into tasks of limited size, each with the single query or its documents' queries."""
+    """Split the documents into tasks of limited size. Each task has the only query, or one query per document."""
     many, longest = len(task.queries) > 1, max(map(len, task.queries))
     return [
         replace(
@@ -443,7 +443,7 @@ def split_documents(
 def _split(
     items: Sequence[Item], num_tokens: Callable[[Item], int], headers: Mapping[bytes, bytes]
 ) -> Iterator[tuple[int, Sequence[Item]]]:
-    """The items of each call, after the index of its first item."""
+    """For each call, the index of its first item, and its items."""
     if KEY_HEADER in headers:  # an idempotency key identifies one call
         yield 0, items
         return

@@ -139,7 +139,7 @@ class Probes(Resource):
 
     @operation("GET", "/metrics", is_probe=True)
     async def metrics(self, caller: Caller) -> Response:
-        """Show metrics in Prometheus format. Requires a key if keys are configured, and an admin key if any exist."""
+        """Show Prometheus metrics. With admin keys or a root key, only keys that may load adapters can read them."""
         lifecycle, queue = self._lifecycle, self._lifecycle.dispatcher.queue
         metrics, models = lifecycle.metrics, lifecycle.models
         metrics.set_open(lifecycle.admission.num_open, models.num_workers)

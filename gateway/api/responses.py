@@ -962,8 +962,8 @@ class ResponseAnswer(BlockStream):
     `done` of the text and of the part, and `output_item.done`. A stream ends with `completed` or `incomplete`.
     Reasoning is an item before the message. A call is an item after the message; its deltas are parts of the arguments.
 
-    Each token and each new item reserves a sequence number, because one token may add to two items. Sequence numbers
-    thus do not depend on how tokens are grouped into deltas: a resumed stream groups them differently.
+    Sequence numbers must not depend on how tokens are grouped into deltas, because a resumed stream groups them
+    differently. So each token reserves a number; each new item reserves one more, as one token may add to two items.
 
     Source: OpenAI API reference, "Streaming events" of Responses.
     """

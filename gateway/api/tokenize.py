@@ -42,7 +42,7 @@ class TokenizeRequest(RequestStruct, frozen=True, kw_only=True):
     #: Whether the tokenizer adds special tokens, such as BOS, to a prompt.
     add_special_tokens: bool | None = None
     return_token_strs: Annotated[
-        bool | None, doc("Also return the string of each token in the vocabulary.")
+        bool | None, doc("Also return the tokens as strings, as the vocabulary spells them.")
     ] = None
     chat_template_kwargs: dict[str, TemplateOption] | None = None
     add_generation_prompt: bool | None = None

@@ -187,7 +187,7 @@ class Translations(Surface):
     def cut(self, plan: Plan, segment_ends: Sequence[float]) -> Plan:
         num_segments = len(segment_ends)
         if num_segments > (most := self.limits.max_audio_segments):
-            raise invalid("file", f"send at most {most} segments of audio, not {num_segments}")
+            raise invalid("file", f"send a shorter file; this one has more than {most} segments")
         assert isinstance(plan.options, TranscriptOptions)
         options = replace(plan.options, segment_ends=tuple(segment_ends))
         if num_segments == 1:

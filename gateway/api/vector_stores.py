@@ -126,8 +126,8 @@ class CreateStoreRequest(RequestStruct, frozen=True, kw_only=True):
     #: extension: the embedding model; required unless exactly one is served
     embedding_model: ModelName | None = None
     dimensions: Positive | None = None  #: extension: as in an embedding request
-    prompt: str | None = None  #: extension: the model's prompt before stored texts
-    query_prompt: str | None = None  #: extension: the model's prompt before queries
+    prompt: str | None = None  #: extension: name of the prompt to put before stored texts
+    query_prompt: str | None = None  #: extension: name of the prompt to put before queries
 
 
 class ChangeStoreRequest(RequestStruct, frozen=True, kw_only=True):
@@ -723,7 +723,7 @@ class VectorStores(Resource):
         rename: Callable[[str], str | None] | None = None,
         **fields: Any,
     ) -> T:
-        """Send a request about `store`, by default the path's. `rename`: see `SearchClient.ask`. Raises: ApiError."""
+        """Send a request about a store, by default the path's. `rename`: see `SearchClient.ask`. Raises: ApiError."""
         asked = {"tenant": caller.tenant, "store": caller.path.get("vector_store_id"), **fields}
         return await self._search.ask(kind(**asked), rename)
 
