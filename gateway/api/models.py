@@ -104,7 +104,7 @@ class ModelObject(msgspec.Struct):
 class ModelList(Data[ModelObject]):
     """Models that have workers come before models that have none.
 
-    In both groups the order is: models outside deployments, deployments, versions, adapters, aliases; each newest first.
+    The order in both is: models outside deployments, deployments, versions, adapters, aliases; newest first in each.
     """
 
 
