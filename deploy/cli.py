@@ -104,7 +104,7 @@ Canary = Annotated[
     str, typer.Option(help="Initial fraction of requests for the new version, such as 10%.")
 ]
 StartS = Annotated[
-    float, typer.Option(help="Seconds from installation within which an instance must be ready.")
+    float, typer.Option(help="Seconds in which an installed instance must become ready.")
 ]
 IdleS = Annotated[float, typer.Option(help="Seconds without work before an instance stops.")]
 RetryLimit = Annotated[int, typer.Option(min=0, help="Failed starts before a rollback.")]
@@ -152,7 +152,8 @@ def deploy(
     store: Annotated[
         str | None,
         typer.Option(
-            help="URL of the package store.", show_default="the gateway's, by upload to the gateway"
+            help="URL of a package store to write to directly.",
+            show_default="upload to the gateway, which uses its own store",
         ),
     ] = None,
     sign: Annotated[

@@ -155,9 +155,9 @@ def run_deploy(
     image: str | None,
     wait_s: float,
 ) -> None:
-    """Pack, upload and deploy, then wait for the rollout. `package`: options of `PACKAGE`. Raises: CommandFailed.
+    """Pack, upload and deploy, then wait for the rollout. Raises: CommandFailed.
 
-    `image`: print Kubernetes manifests with this container image, instead of deploying on nodes.
+    `package`: the options in `deploy.cli.PACKAGE`. `image`: print Kubernetes manifests with this image, and do not deploy.
     """
     environment = make_environment(package["env"], package["secret"])
     if not re.match(NAME, name):
@@ -273,11 +273,11 @@ class GatewayStore:
         self._there = {d: size for d, size in sizes.items() if d not in self._starts}
 
     def size(self, digest: str) -> int | None:
-        """See `FileStore.size`."""
+        """See `shared.packages.store.FileStore.size`."""
         return self._there.get(digest)
 
     def put(self, digest: str, file: IO[bytes], report: Report | None = None) -> None:
-        """See `FileStore.put`; resumes after a broken connection. Raises: ApiFailed."""
+        """See `shared.packages.store.FileStore.put`; resumes after a broken connection. Raises: ApiFailed."""
         size = file.seek(0, os.SEEK_END)
         start = self._starts.get(digest, 0)
         for is_last in (*[False] * (_TRIES - 1), True):

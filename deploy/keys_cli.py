@@ -111,7 +111,7 @@ def update(
     ] = None,
     url: Url = URL, api_key: Key = None,
 ) -> None:  # fmt: skip
-    """Change the limits of a key, within two seconds. Omitted options change nothing."""
+    """Change the limits of a key; gateways apply the change within two seconds. Omitted options change nothing."""
     removed = {_REMOVABLE[each]: None for each in (remove.split(",") if remove else ())}
     body = _limits(context) | removed
     _change("PATCH", name, "changed", url, api_key, body)
@@ -200,7 +200,7 @@ def usage(
     url: Url = URL,
     api_key: AnyKey = None,
 ) -> None:
-    """Show the usage of all keys to VLM_GATEWAY__ROOT_KEY and the role admin, and of your own key otherwise."""
+    """Show the usage of your key; of all keys with VLM_GATEWAY__ROOT_KEY or a key with the role admin."""
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     if csv:

@@ -136,7 +136,6 @@ def _pod(
             {"name": "REDIS_PASSWORD", "valueFrom": password},
             *({"name": key, "value": value} for key, value in settings.items()),
         ],
-        # Credentials of the store.
         "envFrom": [{"secretRef": {"name": "vlm-fleet-store", "optional": True}}],
         "ports": [{"name": "health", "containerPort": _PORT}],
         "startupProbe": {**ready, "periodSeconds": _PROBE_S, "failureThreshold": num_probes},

@@ -41,7 +41,7 @@ _SKIPPED = frozenset(
     | {".mypy_cache", ".pytest_cache", ".ruff_cache"}
 )
 _ARCHIVES = (".tar.gz", ".tgz")
-#: An archive that unpacks to more than `_FREE_BYTES` and `_MAX_RATIO` times its size is refused as a decompression bomb.
+#: An archive is refused as a bomb if it unpacks to over `_FREE_BYTES`, and to over `_MAX_RATIO` times its size.
 _MAX_RATIO = 200
 _FREE_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 1024 * 1024

@@ -82,7 +82,7 @@ def create(
         float, typer.Option(help="Seconds without a task before the session expires.")
     ] = 3600,
     timeout_s: Annotated[float, typer.Option(help="Time limit of each task in seconds.")] = 3600,
-    min_instances: Annotated[int, typer.Option(min=0, help="Instances kept while it is open.")] = 0,
+    min_instances: Annotated[int, typer.Option(min=0, help="Minimum instances while open.")] = 0,
     max_instances: Annotated[
         int | None,
         typer.Option(
