@@ -22,7 +22,7 @@ PNG_URL = "data:image/png;base64,"
 PNG_HEAD_BYTES = 33  # signature and IHDR, which must come first
 START_OF_IMAGE = b"\xff\xd8"
 COMMENT = b"\xff\xfe"
-COMMENT_BYTES = 14  # length field included; so base64 encodes the head of 18 bytes without padding
+COMMENT_BYTES = 14  # with the length field; the head's 18 bytes need no padding in base64
 
 
 def noise_jpeg(num_bytes: int = 60_000) -> bytes:

@@ -26,7 +26,7 @@ from loadtest.locustfile import ChatUser
 from loadtest.record import Order, Record
 
 TICK_S = 0.1
-MAX_OPEN = 2000  # concurrent requests of an open loop; latencies include waiting beyond this limit
+MAX_OPEN = 2000  # concurrent requests of an open loop; further requests wait, and their latencies include the wait
 
 
 def main() -> None:

@@ -111,7 +111,7 @@ class Objective(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def is_kept(self, record: Record) -> bool:
         """Whether an answer is correct and within the limits.
 
-        A response that is not streamed has only E2E. It must also arrive within the limits of a stream of its length.
+        A response that is not streamed must also arrive in the time that the limits allow a stream of the same length.
         """
         if record.error:
             return False
