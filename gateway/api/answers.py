@@ -194,7 +194,7 @@ class Block(msgspec.Struct):
         return msgspec.Raw(self.text.encode() if self.is_whole else b"{}")
 
 
-#: For arguments that nest too deeply for the decoder: the grammar guarantees JSON, so they end where brackets match.
+#: Arguments that nest too deeply for the decoder are whole if all brackets match, because the grammar guarantees JSON.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENED, _CLOSED = re.compile(rb"[{\[]"), re.compile(rb"[}\]]")
 

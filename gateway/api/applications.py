@@ -100,7 +100,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class DeployResource(Resource):
-    """A resource of the package store, for deploy keys."""
+    """A resource that uses the package store, and requires a deploy key."""
 
     tag = "applications"
     access = "deploy"
@@ -390,7 +390,7 @@ class GenerationObject(msgspec.Struct):
 
 
 class LogQuery(msgspec.Struct, forbid_unknown_fields=True):
-    limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100  #: the latest lines
+    limit: Annotated[int, Meta(ge=1, le=MAX_LOG_LINES)] = 100  #: number of latest lines
     slot: int | None = None  #: only lines of this instance
 
 
@@ -401,8 +401,8 @@ class Log(Data[LogLine]):
 class Application(msgspec.Struct):
     name: str
     generation: int
-    #: `starting` or `canary` while a new version starts, `active`, `undeployed`, or `unreadable` if a newer version
-    #: of vlm-fleet wrote the record.
+    #: `starting` while a new version starts, `canary` while it gets a fraction of the requests, `active`, `undeployed`,
+    #: or `unreadable` if a newer version of vlm-fleet wrote the record.
     state: str
     active: RevisionObject | None
     candidate: RevisionObject | None

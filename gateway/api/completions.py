@@ -342,7 +342,7 @@ class ChoiceLogprobs(msgspec.Struct):
 
 
 class AnswerFunction(msgspec.Struct):
-    """The called function; `arguments` are JSON. In a chunk: the delta."""
+    """The called function; `arguments` are JSON, or in a chunk the next piece of it."""
 
     name: str | UnsetType = UNSET
     arguments: str = ""
@@ -392,8 +392,8 @@ class ChoiceDelta(msgspec.Struct):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  #: before the content
-    tool_calls: list[AnswerCall] | UnsetType = UNSET  #: after the content
+    reasoning_content: str | UnsetType = UNSET  #: sent before any content
+    tool_calls: list[AnswerCall] | UnsetType = UNSET  #: sent after all content
 
 
 class ChunkChoice(msgspec.Struct):

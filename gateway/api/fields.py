@@ -417,7 +417,7 @@ def find_num_logprobs(wanted: bool | None, top: int | None, limits: LimitSetting
 
 
 def check_stream(fields: OpenAiSampling) -> None:
-    """Refuse `stream_options` without `stream`, and `prompt_logprobs` with it. Raises: InvalidRequest."""
+    """Refuse `stream_options` without `stream`, and `prompt_logprobs` with `stream`. Raises: InvalidRequest."""
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "send stream: true as well")
     if fields.prompt_logprobs is not None and fields.stream:

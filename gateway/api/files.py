@@ -119,7 +119,7 @@ class BatchResource(Resource):
     _wake_runner: Callable[[], None]
     _limits: LimitSettings
     _endpoints: Sequence[str]  #: paths that requests in a batch may call
-    _find_guest: Callable[[str], str]  #: see `KeyDirectory.guest`
+    _find_guest: Callable[[str], str]  #: see `gateway.keys.directory.KeyDirectory.guest`
     _taking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -366,7 +366,7 @@ class Files(Resource):
     async def _list(self, caller: Caller, query: FilesQuery) -> _Page:
         data, purpose = list[FileObject](), query.purpose
         if query.before and not purpose:  # only `after` works across the lists of all purposes
-            raise invalid("before", "send purpose too, or after instead")
+            raise invalid("before", "send `purpose` as well, or `after` instead")
         has_batches = self._batch_files is not None and purpose in ("", *BATCH_PURPOSES)
         has_others = self._search.is_on if purpose == "" else purpose not in OWN_PURPOSES
         for is_asked, prefix, find in (

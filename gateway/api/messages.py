@@ -62,7 +62,7 @@ from shared.settings.limits import MAX_TOOL_NAME_CHARS, LimitSettings
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.TOOL_CALLS: "tool_use"}
-#: Anthropic's status and type of an error, by OpenAI's status.
+#: OpenAI's status -> Anthropic's status and error type.
 _ERRORS = {
     401: (401, "authentication_error"),
     403: (403, "permission_error"),

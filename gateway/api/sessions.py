@@ -69,7 +69,7 @@ MAX_WAIT_S = 60.0
 MAX_SHOWN_CHARS = 256  #: length of the beginning of a task's input in a `TaskObject`
 _MAX_NAMED = 20  #: tasks in an error message
 _MAX_OPEN_OF_PAGE = 1000  #: open tasks that are looked up for a page of sessions
-#: A recorded task that is missing in the queue is pending for this time, then failed.
+#: A recorded task that is missing in the queue counts as pending for this time, then as failed.
 BEGINS_WITHIN_S = 10.0
 _DAY_S = 86_400.0
 _COMMON_GRACE_S = 60.0  #: common data is readable this long after a task's deadline

@@ -730,7 +730,7 @@ class VectorStores(Resource):
     async def _find(self, caller: Caller, name: str | None = None) -> wire.StoreRecord:
         if name is None:
             name = caller.path["vector_store_id"]
-            if not name.startswith(wire.STORE_ID):  # only the operator's settings use names
+            if not name.startswith(wire.STORE_ID):  # names are for the operator's settings only
                 raise no_such("vector store", "vector_store_id")
         return await self._ask(caller, wire.ReadStore, store=name)
 
@@ -988,7 +988,7 @@ class VectorStores(Resource):
         if (body.file_ids is None) == (body.files is None):
             raise invalid("file_ids", "send either file_ids or files")
         if body.files is not None and (body.attributes or body.chunking_strategy):
-            raise invalid("files", "send attributes and chunking_strategy in each of files")
+            raise invalid("files", "send attributes and chunking_strategy in each entry of files")
         check_attributes(body.attributes, "attributes")
         files = body.files or [
             AttachFileRequest(
