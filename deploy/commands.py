@@ -157,7 +157,7 @@ def run_deploy(
 ) -> None:
     """Pack, upload and deploy, then wait for the rollout. Raises: CommandFailed.
 
-    `package`: the options in `deploy.cli.PACKAGE`. `image`: print Kubernetes manifests with this image, and do not deploy.
+    `package`: options in `deploy.cli.PACKAGE`. `image`: print Kubernetes manifests with this image, and do not deploy.
     """
     environment = make_environment(package["env"], package["secret"])
     if not re.match(NAME, name):

@@ -196,7 +196,7 @@ def find_config(
     if ("config.json" in files and has_weights) or needs_none:
         try:
             check_package(engine, files)
-            if find_kind(kind_of(engine)) is not None:  # nodes can have other engines
+            if find_kind(kind_of(engine)) is not None:  # else nodes check the settings
                 read_settings(to_tree(engine, "__"), lambda name: f"--set {name}")
         except (EngineStartError, SettingsError) as error:
             raise BadPackage(str(error)) from None
