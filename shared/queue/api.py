@@ -154,11 +154,11 @@ class Budget(Struct, frozen=True):
 class Charge(Struct, frozen=True):
     """How the calls of one request are counted when they end. Units: nano-dollars."""
 
-    num_images: tuple[int, ...] = (0,)  #: of each prompt; prompts have equally many calls
+    num_images: tuple[int, ...] = (0,)  #: of each prompt; all prompts have the same number of calls
     #: Price of an input, cached and output token, and of an image.
     prices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     budget: Budget | None = None
-    #: Counted for the first call: `request`: the request, input and output; `prompt`: input and output.
+    #: What the first call counts: `request`: one request, input and output; `prompt`: input and output; `output`.
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
@@ -243,11 +243,11 @@ class GatewayQueue(Protocol):
         ...
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
-        """Create the budget of a new call's tenant with the spent amount, or raise the spent amount to `amount`."""
+        """Create a tenant's budget on the shard of a call, or raise it: at least `amount` is spent."""
         ...
 
     async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
-        """Raise the sums of one server to earlier results of its `usage`, after Redis has lost writes."""
+        """Raise the usage of the server that earlier returned `sums` from `usage`, after Redis has lost writes."""
         ...
 
     async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
@@ -350,7 +350,7 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Returns True if this worker may call `reclaim`: one worker per `every_s`, because it reads all claims."""
+        """Returns True if this worker may call `reclaim`, which reads all claims: one worker may in each `every_s`."""
         ...
 
     async def end_scan(self) -> None:
@@ -380,7 +380,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
-        """Queue all calls again, except `keep`. If no calls remain, delete the consumer. Stop claiming first."""
+        """After claiming has stopped: queue all calls again, except `keep`. If none remain, delete the consumer."""
         ...
 
     async def close(self) -> None: ...

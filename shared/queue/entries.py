@@ -14,7 +14,7 @@ Entry = tuple[bytes, list[bytes]]
 
 #: Consumers without pending entries that were not seen for this long are deleted.
 FORGET_AFTER_S = 3600.0
-#: Maximum of pending entries per reply that their worker does not hold.
+#: Maximum number of entries in one reply that are pending for a worker but that the worker does not hold.
 MAX_UNKNOWN = 1000
 
 

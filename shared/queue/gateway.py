@@ -373,8 +373,8 @@ class RedisMailbox:
     """The mailboxes of one gateway: a `Mailbox`.
 
     `on_gap(model)` is called if events of a model may be missing: the stream was trimmed, Redis lost the mailbox, or an
-    entry cannot be read. `on_failure` is called when Redis does not answer. A mailbox of a model that is not needed
-    (`is_needed(model)`) is no longer read or renewed, until it is opened again.
+    entry cannot be read. `on_failure` is called when Redis does not answer. Once `is_needed(model)` is False, the
+    model's mailbox is no longer read or renewed, until it is opened again.
     """
 
     def __init__(

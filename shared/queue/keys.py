@@ -35,7 +35,7 @@ DEAD_TTL_S = 7 * 24 * 3600.0
 MAX_DEAD_ENTRIES = 10_000
 #: Time for which a blob is kept after its last request, because the conversation may continue.
 BLOB_LINGER_S = 30.0
-#: Time to live of the tenants of a crash, which nodes read soon after the crash.
+#: Time to live of `RedisKeys.crash`. Nodes read this set soon after a crash.
 CRASH_TTL_S = 600.0
 #: A crash within this time after the cancellation of a running request may be caused by the request.
 LEFT_TTL_S = 10.0
@@ -86,18 +86,18 @@ def _owned_named(kind: str) -> "Callable[[RedisKeys, str, str | int], str]":
 
 @dataclass(frozen=True, slots=True)
 class RedisKeys:
-    """The keys under one prefix. Their arguments are an object's name, or an owner, such as a model, and a name."""
+    """The keys under one prefix. Arguments: the name of an object, or its owner (such as a model) and its name."""
 
     prefix: str = "vlm"
 
     queue = _owned("queue")  #: stream of request ids; an entry is deleted when its request ends
     #: Stream of the ids of batch requests that are not in the queue yet.
     backlog = _owned("backlog")
-    #: Sorted set of the reservations of open calls, by expiry (ms); 0 after the end of the call.
+    #: Sorted set of reservations; score: expiry of the call (ms), or 0 once it has ended: the next submit removes it.
     reservations = _owned("reservations")
-    #: Hash of the sums of the reservations: tokens, and requests and tokens by tenant.
+    #: Hash of sums of reservations: `tokens` of all tenants; `requests:TENANT` and `tokens:TENANT` of each tenant.
     usage = _owned("usage")
-    #: Hash of a tenant's token buckets, requests and tokens per minute: theoretical arrival time (ms).
+    #: Hash of a tenant's token buckets per minute: `requests` and `tokens` -> theoretical arrival time (ms).
     rates = _owned_named("rates")
 
     def request(self, model: str, request_id: str) -> str:
@@ -118,33 +118,33 @@ class RedisKeys:
     preferred_worker = _owned_named("home")
     #: The worker that last looked for expired leases. Until the key expires, no other worker looks.
     scan = _owned("scan")
-    #: Stream of the requests reserved for a worker, and of entries that it lost; it exists while the worker reads it.
+    #: Stream of a worker's wakeups: ids of requests that are reserved for it, and queue entries that it has lost.
     wakeups = _owned_named("bell")
     #: Set of the tenants whose requests a worker ran when its engine failed.
     crash = _owned_named("crash")
-    #: Hash of the tenants who cancelled a request that a worker ran, by the time (ms) of the last cancellation.
+    #: Hash of cancellations of requests that a worker ran: tenant -> time of the last cancellation (ms).
     left = _owned_named("left")
     #: Dead-letter stream: id, reason, attempt and worker of failed requests; never their content.
     dead = _owned("dead")
     stream = _named("stream")  #: a gateway's record of a resumable request
-    #: Hash of the used shards: the time until which each may have requests (epoch seconds).
+    #: Hash of the used shards: name -> time until which the shard may have requests (epoch seconds).
     shards = _key("shards")
     confirmation = _key("confirmation")  #: written before each `WAIT` for a replica
     lease = _named("lease")  #: holder of an exclusive lease, such as a batch's lease
     #: A conversation with its last answer, which later requests continue (MessagePack).
     record = _owned_named("record")
     records = _owned("records")  #: sorted set of the names of a tenant's records, by expiry (ms)
-    #: Hash of the sizes of a tenant's records by name, and of the total under the empty name.
+    #: Hash of the sizes of a tenant's records: name -> bytes; empty name -> total bytes.
     record_sizes = _owned("record-sizes")
-    record_reply = _owned_named("record-reply")  #: the reply of a call on records, for its retry
-    #: Hash of a session of an application: its record (JSON), its state, and tasks by outcome.
+    record_reply = _owned_named("record-reply")  #: the reply of a script on records, returned to a retry
+    #: Hash of a session of an application: `record` (JSON), `state`, and the number of its tasks by outcome.
     session = _tagged("session")
-    #: Hash of a session's tasks by id: state, and record (JSON).
+    #: Hash of a session's tasks: id -> `STATE RECORD` (JSON).
     session_tasks = _tagged("session", ":tasks")
-    #: Hash of the records of tasks whose end no client has read.
+    #: Hash of a session's tasks without a recorded end: id -> record (JSON).
     session_open = _tagged("session", ":open")
     session_order = _tagged("session", ":order")  #: sorted set of task ids, by creation time
-    #: Sorted set of an application's open sessions, `ID MIN MAX` of instances, by expiry (s).
+    #: Sorted set of an application's open sessions; member: `ID MIN_INSTANCES MAX_INSTANCES`, score: expiry (s).
     session_limits = _named("session-limits")
     sessions = _named("sessions")  #: sorted set of the ids of a tenant's sessions, by creation time
     blob = _tagged("blob")  #: bytes by their hash, such as an encoded image
@@ -155,25 +155,25 @@ class RedisKeys:
     workers = _key("workers")  #: set of worker ids whose records may exist
     #: The card (JSON) of a model that a worker announced within the last day.
     model = _named("model")
-    #: Hash of the adapters to load for a model, by name: source (JSON).
+    #: Hash of the adapters to load for a model: name -> source (JSON).
     adapters = _owned("adapters")
     models = _key("models")  #: set of model names whose cards may exist
-    #: Hash of the current deployments by name: the version of the record, and the record (JSON).
+    #: Hash of the current deployments: name -> `VERSION RECORD`, with the version of the record (JSON).
     apps = _key("apps")
-    #: Hash of the slots of a deployment that were claimed recently, by id: time (ms) and node.
+    #: Hash of the slots of a deployment that were claimed recently: id -> `TIME NODE` (ms).
     claims = _named("claims")
     #: List of the latest lines that instances of a deployment have logged (JSON).
     app_log = _named("app-log")
-    #: Hash of the records of API keys, by name; the empty name has a token of the last change.
+    #: Hash of API keys: name -> `VERSION RECORD` (JSON); empty name -> random token, replaced by each change.
     api_keys = _key("api-keys")
-    guests = _key("guests")  #: hash of the names of callers with a token, `KEY:NAME`, by tenant
+    guests = _key("guests")  #: hash of callers with a token: tenant -> `KEY:NAME`
     #: Stream of audit entries: requests to change keys, deployments, nodes and adapters.
     audit = _key("audit")
-    #: Prefix of a hash for each day since 1970: sums of tokens and costs by tenant and model.
+    #: Prefix of one hash per day (days since 1970): `KIND TENANT MODEL` -> sum, such as of tokens.
     spent = _key("spent:")
 
     def budget(self, tenant: str, period: str) -> str:
-        """Hash of the nano-dollars that a tenant spent and reserved in a month or day. `:open`: set of reservations."""
+        """Hash of a tenant's nano-dollars in a month or day: `spent`, `reserved`. Suffix `:open`: its reservations."""
         return f"{self.prefix}:budget:{tenant}:{period}"
 
     nodes = _key("nodes")  #: set of node ids whose records may exist
@@ -213,7 +213,7 @@ class RedisStore:
         self._sender = RedisSender(redis)
         self._confirmer = Confirmer(redis, self._keys.confirmation)
         self._confirm = self._confirmer.confirm
-        #: Values that the last read could not decode, by key.
+        #: Keys whose values could not be decoded when they were last read.
         self._unreadable: set[str] = set()
 
     async def _ask(self, *command: str | bytes | int) -> Any:

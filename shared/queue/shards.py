@@ -1,8 +1,8 @@
 """Several Redis servers as shards of one queue. All keys of a request are on one shard, as its scripts require.
 
 The id of a call ends with the name of its shard: `ID-0@NAME`. Rendezvous hashing ranks the shards for each request; the
-request goes to the first shard that is up. A request is never submitted to two shards. The first shard also stores
-data that belong to no request: workers, deployments, sessions and records.
+request goes to the first shard that is up. Once a shard has been down for `LOST_AFTER_S`, its open calls are submitted
+again under new ids. The first shard also stores data without a request: workers, deployments, sessions and records.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from shared.redis.client import create_redis
 from shared.settings import SettingsError
 from shared.settings.tree import RedisSettings
 
-#: The requests of a shard that is down for this long are submitted to another shard.
+#: When a shard has been down for this long, its open calls are submitted to another shard, under new ids.
 LOST_AFTER_S = 4.0
 #: Limits of a tenant below this number per shard are not divided: all requests of the tenant go to one shard.
 SMALL = 16
@@ -78,7 +78,7 @@ class Shard:
     def note_failure(self) -> None:
         """Send no new requests to the shard until it answers again.
 
-        If it fails again soon, the pause before the next probe grows: a server whose memory is full answers probes.
+        A server whose memory is full answers probes, but refuses requests: the pause doubles if it soon fails again.
         """
         if self._probing is None and not self._is_closed:
             self._down_since = time.monotonic()
@@ -196,7 +196,7 @@ class ShardedGatewayQueue(GatewayQueue):
         return limits.has_budget or any(0 < most < SMALL * len(self._shards) for most in of_tenant)
 
     def _share(self, reservation: Reservation) -> Reservation:
-        """The part of the limits that one shard enforces."""
+        """The reservation with the part of its limits that one shard enforces."""
         limits = reservation.limits
 
         def part(most: int) -> int:

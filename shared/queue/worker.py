@@ -45,7 +45,7 @@ from shared.redis.client import (
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 
 #: An entry that Redis assigns to this worker, but that the worker does not hold, belongs to a lost reply if it is idle for
-#: longer than this. It exceeds the age of a renewed lease, so that a worker with the same name keeps its entries.
+#: longer than this. Leases are renewed more often, so that entries of another worker with the same name stay with it.
 UNKNOWN_AFTER_S = 4.0
 #: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose the lease.
 RENEW_EVERY_S = 2.5
@@ -140,7 +140,7 @@ class RedisWorkerQueue(RedisStore):
         if not isinstance(answers, list):  # Redis does not have the script yet
             keys, arguments = (self._queue,), claim[4:]
             answers = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
-        # Replies without an entry in the read: reserved requests, or requests of a read whose reply was lost.
+        # Some replies have no entry in this read: their requests were reserved, or their read's reply was lost.
         claimed, replies = split_replies(answers)
         others = [entry for entry in entries if entry[0] not in replies]
         if claimed or others:
@@ -167,7 +167,7 @@ class RedisWorkerQueue(RedisStore):
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.pop(entry_id, None)  # a later owner has lost the entry too
+            self._held.pop(entry_id, None)  # this worker lost it to an owner that has lost it too
         return await self._claim_entries(entries, "reclaimed", count)
 
     async def reconcile(self) -> list[Claim]:

@@ -69,7 +69,7 @@ def load_script(*paths: Path) -> Script:
 
 
 def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
-    """The arguments of a script: named arguments in ARGV[1], and from ARGV[2] raw bytes, which Lua cannot unpack."""
+    """ARGV of a script: the named arguments as one MessagePack map, then raw bytes, which Lua could not unpack."""
     return msgspec.msgpack.encode(arguments), *raw
 
 
@@ -133,8 +133,8 @@ class _Wire(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
-        # With a larger buffer, uvloop delays writes to the end of a loop iteration. With 0, TLS would pause without
-        # need.
+        # With a limit above 1, uvloop delays writes to the end of a loop iteration. With a limit of 0, TLS would pause
+        # without need.
         self._transport.set_write_buffer_limits(high=1, low=0)
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
@@ -252,7 +252,7 @@ class _Wire(asyncio.Protocol):
 
 
 def with_ttl(key: str, ttl_ms: int, *command: Part) -> Command:
-    """Wrap a command that may create a key in a script that also sets its time to live: both happen, or neither."""
+    """A script that runs a command, and sets the time to live of the key that it may create: both happen, or neither."""
     return ("EVAL", _WITH_TTL.source, 1, key, ttl_ms, *command)
 
 

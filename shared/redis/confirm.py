@@ -39,9 +39,9 @@ class Confirmer:
         self._is_refused = False
 
     async def confirm(self, *proofs: Command) -> None:
-        """Wait until a replica has received the writes. Each proof is a command that must return a true value.
+        """Wait until a replica has received the caller's writes. `proofs`: commands that reply true after the writes.
 
-        The proofs show that this connection and the connection of the writes have the same primary. Raises: RedisError.
+        They show that this connection has the same primary as the connection of the writes. Raises: RedisError.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((proofs, future))

@@ -1,4 +1,4 @@
-"""Clients of the primary of a Sentinel group. Each new connection asks the Sentinels for its address."""
+"""Clients of the primary of a Sentinel group. Each new connection asks the Sentinels for the primary's address."""
 
 import asyncio
 from contextlib import suppress
@@ -38,7 +38,7 @@ class SentinelPool(SentinelConnectionPool):
         return self._links[link]
 
     async def get_master_address(self) -> tuple[str, int]:
-        """Raises: MasterNotFoundError, whose message does not show redis-py's clients."""
+        """Raises: MasterNotFoundError if no Sentinel answers, or if the Sentinels report no live primary."""
         try:
             return await super().get_master_address()
         except MasterNotFoundError:

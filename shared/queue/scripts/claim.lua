@@ -2,16 +2,16 @@
 -- KEYS: queue, then request and log of one request to claim; with only the queue: claim all of the worker's last read
 -- args: entry, group, worker, nonce, max_attempts, max_losses, cleared_after, affinity_ms (time to live of a preferred
 --   worker), wakeups (prefix of the keys of streams, `wake.lua`); for one: read_nonce (nonce of this worker's reads);
---   for all: count, requests and logs (prefixes of their keys), and `entry` is the last claimed entry
+--   for all: count, requests and logs (prefixes of their keys), and `entry` is the last entry before this read
 -- Returns for one {verdict, attempt, failures, payload, reply_to, waited_ms, remaining_ms, piece of the log...}. Verdicts:
 --   ok | expired (deadline passed) | kills_workers (max_attempts crashes) | exhausted (max_losses lost workers),
 -- or {unknown}: the entry has no live request, and is removed.
--- Returns for all one flat list of entry, id, length of the reply, reply..., without entries that are already claimed:
--- before version 7, Redis sends each nested table of a reply in a separate write.
+-- Returns for all a list of entry, id, length of the reply, reply..., without entries that are already claimed. It is a
+-- flat list, because Redis before version 7 sends each nested table of a reply in a separate write.
 -- Poison detection: `failures` is the crash count. It counts attempts that began, were lost, and were not released. The
 -- first loss always counts; further losses count only within `cleared_after` new tokens, while the request runs alone.
--- A first attempt begins with its claim, later attempts with `begin.lua`, so that a request that waits to run alone does not
--- count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
+-- An attempt begins with its claim, but with `begin.lua` if the crash count is above 0: such a request first waits to run
+-- alone, and a loss while it waits does not count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
 local args = cmsgpack.unpack(ARGV[1])
 local queue, group, worker, nonce = KEYS[1], args.group, args.worker, args.nonce
 local time = redis.call('TIME')
@@ -72,7 +72,7 @@ end
 
 local function claim_new(after, count, requests, logs)
   local answers = {}
-  -- These include the requests that are reserved for this worker, which may already run.
+  -- `mine` includes the requests that are reserved for this worker, which may already run.
   local mine = redis.pcall('XPENDING', queue, group, '(' .. after, '+', count + 100, worker)
   if mine.err or #mine == 0 then return answers end
   -- Most entries are adjacent. An entry of another worker, or a deleted entry, shifts the entries after it.

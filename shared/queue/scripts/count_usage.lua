@@ -1,7 +1,7 @@
 -- Prepended to the scripts that end calls.
 -- `count_usage` counts an ended call in the usage of its tenant on this day, and releases its reservation of a budget.
 -- A lost call, which was queued again elsewhere, is not counted. `save_usage` writes the counts of all calls.
--- spent: prefix of the keys of days: hash of sums by `KIND TENANT MODEL`; its empty field is its creation time (us)
+-- spent: prefix of the keys of one hash per day: `KIND TENANT MODEL` -> sum; empty field -> creation time (us)
 -- charge of the call: an optional mark ('*': count no request; '+': also no prompt), number of images, four prices
 --   (input, cached, output, image; nano-dollars), reserved budget, key of the budget. Absent: 0 each.
 local SPENT_TTL_MS = 93 * 86400000

@@ -11,11 +11,11 @@
 -- Returns {duplicate}, {no_budget} if the budget does not exist, {reason, wait_ms} or {ok}; with an affinity {ok, home | new | busy | gone}. wait_ms is 0 if unknown.
 -- With limits per minute, {ok, affinity or '', ms until the bucket of requests is full, ms until the bucket of tokens is full}.
 -- A call with the same nonce is a repeated call: ok.
--- reservations: sorted set of "tokens tenant id", by expiry of the call (ms); 0 once it has ended
--- usage: hash of their sums: tokens, and for each tenant with a reservation tokens:{tenant} and requests:{tenant}
--- budget: hash of nano-dollars, spent and reserved. Beside it is a sorted set `:open` of "reserved call", by expiry of the
---   call (ms). The last request may overdraw the budget once.
--- rates: token buckets of requests and tokens (GCRA): theoretical arrival time (ms) of each. A bucket holds a minute's
+-- reservations: sorted set; member: "tokens tenant id", score: expiry of the call (ms), or 0 once it has ended
+-- usage: hash of their sums: tokens of all tenants; tokens:{tenant} and requests:{tenant} of tenants with reservations
+-- budget: hash of nano-dollars: spent, reserved. Key with the suffix `:open`: sorted set; member: "reserved call", score:
+--   expiry of the call (ms). The last request may overdraw the budget once.
+-- rates: hash of token buckets (GCRA): requests, tokens -> theoretical arrival time (ms). A bucket holds a minute's
 --   worth; the last request may overdraw the bucket once.
 local NO_CHARGE = '0 0 0 0 0 0 '
 local queue, backlog = KEYS[1], KEYS[2]
@@ -70,7 +70,7 @@ local function debt_ms(rate)
   return math.max(0, tonumber(redis.call('HGET', rates, rate.field) or 0) - now_ms)
 end
 
--- Time until a request is allowed; 0 is now.
+-- Time until a request is allowed; 0 or less: it is allowed now.
 local function find_pause_ms(rate)
   if rate.most == 0 then return 0 end
   return debt_ms(rate) - (MINUTE_MS - MINUTE_MS / rate.most)
