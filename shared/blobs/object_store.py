@@ -30,12 +30,12 @@ _MAX_KNOWN = 10_000
 _TIMEOUT_S = 10.0
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
 _PROBE = "probe"
-#: Size of the parts of an upload, which are buffered in memory; S3 refuses smaller parts.
+#: Sizes of the buffered parts of an upload to a directory, and to a bucket, where 5 MiB is the minimum of S3.
 _PART_BYTES, _MIN_PART_BYTES = 1 << 20, 5 << 20
 
 
 class ObjectBlobStore:
-    """A `BlobStore` over `small`, and a directory or bucket for blobs above `MAX_REDIS_BYTES`."""
+    """A `BlobStore` with blobs up to `MAX_REDIS_BYTES` in the store `small`, others in a directory or bucket."""
 
     takes_files = True
 

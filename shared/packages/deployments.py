@@ -31,7 +31,7 @@ _SECRET_VALUE = re.compile(
     r"|AKIA[A-Z0-9]{16}|AIza|eyJ|[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}"
 )
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
-#: A run of this many letters and digits looks random if its words (`_WORD`) have fewer characters on average.
+#: A run of at least 16 letters and digits looks random if its words (`_WORD`) have fewer than 3 characters on average.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
 #: Variables that applications cannot set, by the reason; a trailing * matches any suffix. The process that
 #: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so they must

@@ -29,7 +29,7 @@ from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 GRACE_S = 24 * 3600.0  #: blobs younger than this are kept
 #: Generations kept per deployment, in addition to the active one, the candidate and the rollback target.
 KEPT_GENERATIONS = 10
-#: Time limits: to read all records, and to delete blobs, both since a collector's mark; for clients to wait.
+#: Time limits: reading all records and deleting blobs, each since the collector's mark; waiting for collectors.
 LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
 _POLL_S = 0.1
 _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"
@@ -116,7 +116,7 @@ def collect(
         return garbage
     while old:
         mark = f"{_COLLECTORS}/{token_hex(12)}.json"
-        # Read before the write, because clients and other collectors count from the mark's timestamp.
+        # Taken before the write, because clients and other collectors count from the mark's timestamp.
         marked_at = time.monotonic()
         store.put_if_absent(mark, b"{}")
         try:

@@ -28,7 +28,7 @@ from shared.protocol import ModelCard
 SlotState = Literal["wanted", "starting", "ready", "draining"]
 ReportState = Literal["starting", "ready", "failed", "gone"]
 
-#: Gateways refresh the state once a second, and may route by the previous state until then.
+#: Time after which all gateways route by a new state. They refresh the state once a second.
 SETTLE_S = 5.0
 #: A retiring version is stopped after this time, even with requests in its queue.
 RETIRE_S = 600.0
@@ -76,7 +76,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     num_failed: int = 0
     num_crashes: int = 0
     num_failed_starts: int = 0  #: consecutive
-    crash_tenants: tuple[str, ...] = ()  #: tenants with running requests in all these crashes
+    crash_tenants: tuple[str, ...] = ()  #: tenants with running requests in each of `num_crashes`
     card: ModelCard | None = None  #: the card that its first instance announced
     is_canary: bool = False
     is_new: bool = False  #: False if a rollback activated it

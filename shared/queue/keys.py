@@ -136,7 +136,7 @@ class RedisKeys:
     records = _owned("records")  #: sorted set of the names of a tenant's records, by expiry (ms)
     #: Hash of the sizes of a tenant's records: name -> bytes; empty name -> total bytes.
     record_sizes = _owned("record-sizes")
-    record_reply = _owned_named("record-reply")  #: the reply of a script on records, returned to a retry
+    record_reply = _owned_named("record-reply")  #: reply of a script on records, for a retry
     #: Hash of a session of an application: `record` (JSON), `state`, and the number of its tasks by outcome.
     session = _tagged("session")
     #: Hash of a session's tasks: id -> `STATE RECORD` (JSON).

@@ -9,7 +9,7 @@ The latencies, with vLLM's formulas:
 - TTFT: request received until the first non-empty text.
 - E2E: request received until the terminal event has been handed to the socket.
 - TPOT: (E2E - TTFT) / (output tokens - 1) of one answer, with the mean length where `n` > 1; undefined for one token.
-- ITL: time between consecutive tokens; the gap before an event with k tokens counts as k gaps of a k-th each.
+- ITL: time between consecutive tokens; the gap before an event with k tokens counts as k gaps of 1/k of its length.
 """
 
 from bisect import bisect_left, bisect_right
@@ -72,8 +72,8 @@ class Metric:
 
 GATEWAY_METRICS = (
     Metric("vlm_requests_total", "counter",
-           "Requests by outcome: ok, followed (a repeated request that got the answer of the first request, which counts "
-           "the tokens and times), cancelled, rejected, or the code of an error.",
+           "Requests by outcome: ok, followed (a repeated request that got the answer of the first request; its tokens and "
+           "times are not counted again), cancelled, rejected, or the code of an error.",
            ("model", "outcome")),
     Metric("vlm_http_requests_total", "counter",
            "HTTP requests by route template, without probes and /metrics. Status 499: the client disconnected.",
@@ -115,9 +115,9 @@ GATEWAY_METRICS = (
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
     Metric("vlm_images_total", "counter", "Images, videos and audio in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
-           "Requests with prefix affinity: reserved for the preferred worker (home), and of these, moved to the queue "
-           "after the grace time (shared); or queued for any worker, because no worker is preferred (new), or the "
-           "preferred worker has more than its share (busy) or is gone (gone).", ("outcome",)),
+           "Requests with prefix affinity. home: reserved for the preferred worker; shared: of these, moved to the queue "
+           "after the grace time. Queued for any worker, because: new: no worker is preferred; busy: the preferred worker "
+           "has more than its share, or other requests wait; gone: the preferred worker is gone.", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events of workers for requests that had ended or were superseded."),
     Metric("vlm_redis_up", "gauge",
@@ -160,7 +160,7 @@ WORKER_METRICS = (
     Metric("vlm_media_seconds_total", "counter", "Seconds of the videos and audio that were decoded."),
     Metric("vlm_media_decode_seconds_total", "counter", "CPU time for decoding videos and audio."),
     Metric("vlm_media_refusals_total", "counter",
-           "Refused videos and audio by reason: `file`, `time` (to decode), or the name of an option.", ("reason",)),
+           "Refused videos and audio by reason: `file`, `time` (decoding takes too long), or the name of an option.", ("reason",)),
     Metric("vlm_preemptions_total", "counter", "Sequences that were preempted: their KV blocks were freed."),
     Metric("vlm_draft_tokens_total", "counter", "Draft tokens of speculative decoding."),
     Metric("vlm_draft_accepted_tokens_total", "counter", "Draft tokens that were accepted."),

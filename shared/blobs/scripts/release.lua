@@ -1,4 +1,4 @@
--- Remove a holder of a blob. The blob expires with its last other holder; without holders, after linger_ms.
+-- Remove a holder of a blob. The blob expires with its last other holder, but not before linger_ms.
 -- KEYS: blob, holders    args: holder, linger_ms
 -- Returns the blob's previous time to live in milliseconds.
 local args = cmsgpack.unpack(ARGV[1])
