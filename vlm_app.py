@@ -77,7 +77,7 @@ class Context:
 
 
 class Application:
-    """Base class of applications. Each session uses a shallow copy: `setup` stores shared state, `enter` its own."""
+    """Base class of applications. Each session has a shallow copy: `setup` sets shared state, `enter` the session's."""
 
     def setup(self, context: Context) -> None:
         """Load models and other data that all tasks need."""

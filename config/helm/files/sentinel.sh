@@ -9,8 +9,8 @@ umask 077
 here=$(dirname "$0")
 kept=$PWD/sentinel.conf
 
-# Prints the host of the primary: from another Sentinel, because the Sentinel of this volume can have missed a failover;
-# without an answer, the last primary that this Sentinel stored; in a new fleet, the first server.
+# Prints the host of the primary. Asks another Sentinel, because the Sentinel of this volume can have missed a failover.
+# If none answers: the primary that this Sentinel stored last, or, in a new fleet, the first server.
 find_primary() {
     for peer in $PEERS; do
         [ "$peer" != "$SELF" ] || continue
