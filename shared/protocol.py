@@ -197,7 +197,7 @@ Ending = Literal["answer", "message", "none"]
 
 
 class _Task(Message, frozen=True, tag_field="task", tag=str.lower, omit_defaults=True):
-    """Base of the tasks. This `with_images` is for tasks without images. Each task's `texts` yields all of its text."""
+    """Base of the tasks. Tasks with images override `with_images`. A task's `texts` yields all of its text."""
 
     def with_images(self, images: Sequence[ImageRef]) -> Self:
         """The same task with the images of its request."""
@@ -512,7 +512,7 @@ class Tokens(Event, frozen=True):
     token_ids: tuple[int, ...]
     text: str = ""
     logprobs: tuple[OutputLogprob, ...] = msgspec.field(default=(), name="lp")
-    #: Tokens without a known id, from engines that call an API. Another worker cannot continue an answer with these.
+    #: Number of tokens without a known id, from engines behind an API. Another worker cannot continue such an answer.
     num_without_id: int = 0
     reasoning: str = ""  #: reasoning before the answer; precedes `text`
     calls: tuple[CallPiece, ...] = ()  #: function calls after `text`

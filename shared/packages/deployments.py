@@ -4,7 +4,7 @@
 current state, which can be restored from these records. `routes/NAME/NUMBER.json` has the weights by which gateways
 split the requests to a name between versions; the highest number applies.
 
-Environments have the names of secrets; nodes have their values. Decoding a record does not validate the variables: they
+Environments have only the names of secrets; nodes have the values. Decoding a record does not validate variables: they
 are validated when a client sends them, and before use.
 """
 
@@ -34,8 +34,8 @@ _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 #: A run of at least 16 letters and digits looks random if its words (`_WORD`) have fewer than 3 characters on average.
 _LEAST_RANDOM, _LONGEST_RANDOM_WORD = 16, 3
 #: Variables that applications cannot set, by the reason; a trailing * matches any suffix. The process that
-#: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so they must
-#: not change it. Variables of the application's own interpreter (`NODE_OPTIONS`) are allowed, and so is `ENV`,
+#: sets up the sandbox (bubblewrap, Python, `launch.py`) already has the application's variables, so these must not
+#: affect that process. Variables of the application's own interpreter (`NODE_OPTIONS`) are allowed, and so is `ENV`,
 #: which only interactive shells read.
 _RESERVED = {
     "the node sets it": ("PATH", "HOME", "TMPDIR", "CUDA_VISIBLE_DEVICES", "VLM_*"),

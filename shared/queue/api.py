@@ -191,7 +191,7 @@ class OpenRequest(Struct, frozen=True):
     """A request that waits or runs."""
 
     id: str  #: with the number of the choice
-    key: str  #: the tenant; for operators, the name of its key
+    key: str  #: the tenant; for operators, it is replaced with the name of its API key
     model: str
     worker: str  #: empty while the request waits
     age_s: float

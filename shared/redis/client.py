@@ -75,7 +75,7 @@ def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
 
 Part = str | bytes | int
 Command = Sequence[Part]
-#: Called with replies in order as they arrive, or once with the reason why there are no more.
+#: Called with replies in order as they arrive, or once with the error after which none arrive.
 OnReplies = Callable[[Sequence[Any], Exception | None], None]
 
 REMIND_AFTER_S = 60.0  #: interval of warnings during an outage

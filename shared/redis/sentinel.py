@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 #: Timeout of one Sentinel, after which the next Sentinel is asked.
 ANSWER_TIMEOUT_S = 0.5
-#: Interval of checks for a new primary. An old primary that is still alive accepts writes, which are lost, until the
-#: Sentinels demote it after 8 s or more.
+#: Interval of checks for a new primary. An old primary that is still alive accepts writes until the Sentinels demote it,
+#: after 8 s or more; these writes are lost.
 CHECK_EVERY_S = 1.0
 
 

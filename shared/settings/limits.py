@@ -73,7 +73,7 @@ class LimitSettings(Group):
     max_schema_depth: ClassVar[int] = 32  #: nesting of its objects and arrays
     max_schema_values: ClassVar[int] = 10_000  #: all values in it
     max_schema_properties: ClassVar[int] = 1000  #: of one object
-    #: Characters of a value, and the largest minLength.
+    #: Characters of a string in `const` or `enum`, value of `minLength` and similar, and repetitions in a pattern.
     max_schema_text: ClassVar[int] = 4096
     max_pattern_chars: ClassVar[int] = 1024  #: a regular expression
     max_tools: ClassVar[int] = 512

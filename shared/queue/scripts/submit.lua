@@ -137,8 +137,8 @@ if quota then
     if #ended > 0 then redis.call('ZREMRANGEBYSCORE', reservations, '-inf', digits(now_ms)) end
   end
 
-  -- Refusal if `tokens` further tokens exceed the limit of all tenants or, once half of the limit is reserved, a tenant's
-  -- equal share.
+  -- Refusal if `tokens` more tokens exceed `max_tokens` of all tenants or, once half of that is reserved, the tenant's
+  -- equal share, or if the calls exceed `max_calls` of the tenant.
   local function find_excess(tokens, max_tokens, max_calls)
     if max_tokens > 0 and all > 0 and all + tokens > max_tokens then return {'open_tokens', 0} end
     if max_calls > 0 and open > 0 and open + #ids > max_calls then return {'key_open', 0} end
@@ -169,7 +169,7 @@ end
 -- Prefix affinity: the calls are reserved for the worker that last served their affinity key, unless other requests wait
 -- or the worker holds more than twice its share of the running calls.
 
-local MORE_THAN_SHARE = 2
+local MORE_THAN_SHARE = 2  -- calls in addition to twice the share
 local affinity, preferred, outcome = args.affinity, nil, nil
 
 local function find_preferred()
