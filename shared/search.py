@@ -40,7 +40,7 @@ class Item(_Wire, frozen=True, kw_only=True):
     id: str
     vector: bytes = b""
     text: str = ""
-    image: str = ""  #: a URL, or the SHA-256 of an image that is not stored
+    image: str = ""  #: a URL, or the SHA-256 of an image, whose bytes are not stored
     file_id: str = ""
     filename: str = ""
     attributes: Attributes = {}

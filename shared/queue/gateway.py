@@ -76,7 +76,7 @@ LONGEST_PAUSE_S = 1.0  #: between two tries to read the mailbox
 _MAX_FORGOTTEN = 100  #: expired entries dropped per script
 #: Maximum of calls that one script cancels or reads. Redis serves other clients between two scripts.
 _MAX_PER_SCRIPT = 100
-#: Marks of charges, by `Charge.counts` (`count_usage.lua`).
+#: Mark at the beginning of a charge, by `Charge.counts` (`count_usage.lua`).
 _MARKS = {"request": "", "prompt": "*", "output": "+"}
 
 
