@@ -64,7 +64,7 @@ def resolve_structs() -> None:
 def return_large_buffers() -> None:
     """Have glibc return freed allocations above 1 MiB to the system, such as parts of uploads to a bucket.
 
-    By default, freeing a large allocation raises this limit, and later allocations come from heaps, which keep them.
+    By default, freeing a large allocation raises this limit; later ones come from heaps, which keep freed memory.
     """
     with suppress(AttributeError):  # other C libraries
         if _libc is not None and _libc.gnu_get_libc_version:

@@ -30,7 +30,7 @@ _MAX_KNOWN = 10_000
 _TIMEOUT_S = 10.0
 _RETRIES: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=_TIMEOUT_S)}
 _PROBE = "probe"
-#: Sizes of the buffered parts of an upload to a directory, and to a bucket, where 5 MiB is the minimum of S3.
+#: Sizes of an upload's parts, which are buffered: 1 MiB to a directory, 5 MiB (the minimum of S3) to a bucket.
 _PART_BYTES, _MIN_PART_BYTES = 1 << 20, 5 << 20
 
 

@@ -158,7 +158,7 @@ class Charge(Struct, frozen=True):
     #: Price of an input, cached and output token, and of an image.
     prices: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
     budget: Budget | None = None
-    #: What the first call counts: `request`: one request, input and output; `prompt`: input and output; `output`.
+    #: What the first call counts. `request`: request, input and output; `prompt`: input and output; `output`: output.
     counts: Literal["request", "prompt", "output"] = "request"
 
     def of_call(self, index: int, num_calls: int) -> "Charge":
@@ -243,7 +243,7 @@ class GatewayQueue(Protocol):
         ...
 
     async def set_spent(self, call_id: str, tenant: str, budget: Budget, amount: int) -> None:
-        """Create a tenant's budget on the shard of a call, or raise it: at least `amount` is spent."""
+        """Raise the spent amount of a tenant's budget to `amount`, or create the budget, on the shard of `call_id`."""
         ...
 
     async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
@@ -350,7 +350,7 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Returns True if this worker may call `reclaim`, which reads all claims: one worker may in each `every_s`."""
+        """Returns True if this worker may call `reclaim`, which reads all claims. One worker may in each `every_s`."""
         ...
 
     async def end_scan(self) -> None:
@@ -380,7 +380,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def leave(self, keep: Iterable[Claim] = ()) -> None:
-        """After claiming has stopped: queue all calls again, except `keep`. If none remain, delete the consumer."""
+        """Queue all calls again, except `keep`. Without calls, delete the consumer. Requires that claiming has stopped."""
         ...
 
     async def close(self) -> None: ...

@@ -93,7 +93,7 @@ class RedisKeys:
     queue = _owned("queue")  #: stream of request ids; an entry is deleted when its request ends
     #: Stream of the ids of batch requests that are not in the queue yet.
     backlog = _owned("backlog")
-    #: Sorted set of reservations; score: expiry of the call (ms), or 0 once it has ended: the next submit removes it.
+    #: Sorted set of reservations; score: expiry of the call (ms), or 0 from its end until the next submit.
     reservations = _owned("reservations")
     #: Hash of sums of reservations: `tokens` of all tenants; `requests:TENANT` and `tokens:TENANT` of each tenant.
     usage = _owned("usage")
@@ -158,9 +158,9 @@ class RedisKeys:
     #: Hash of the adapters to load for a model: name -> source (JSON).
     adapters = _owned("adapters")
     models = _key("models")  #: set of model names whose cards may exist
-    #: Hash of the current deployments: name -> `VERSION RECORD`, with the version of the record (JSON).
+    #: Hash of the current deployments: name -> `VERSION RECORD` (JSON).
     apps = _key("apps")
-    #: Hash of the slots of a deployment that were claimed recently: id -> `TIME NODE` (ms).
+    #: Hash of the slots of a deployment that were claimed recently: id -> `TIME_MS NODE`.
     claims = _named("claims")
     #: List of the latest lines that instances of a deployment have logged (JSON).
     app_log = _named("app-log")
@@ -169,7 +169,7 @@ class RedisKeys:
     guests = _key("guests")  #: hash of callers with a token: tenant -> `KEY:NAME`
     #: Stream of audit entries: requests to change keys, deployments, nodes and adapters.
     audit = _key("audit")
-    #: Prefix of one hash per day (days since 1970): `KIND TENANT MODEL` -> sum, such as of tokens.
+    #: Prefix of one hash per day (days since 1970): `KIND TENANT MODEL` -> sum (`count_usage.lua`).
     spent = _key("spent:")
 
     def budget(self, tenant: str, period: str) -> str:

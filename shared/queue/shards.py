@@ -1,8 +1,8 @@
 """Several Redis servers as shards of one queue. All keys of a request are on one shard, as its scripts require.
 
 The id of a call ends with the name of its shard: `ID-0@NAME`. Rendezvous hashing ranks the shards for each request; the
-request goes to the first shard that is up. Once a shard has been down for `LOST_AFTER_S`, its open calls are submitted
-again under new ids. The first shard also stores data without a request: workers, deployments, sessions and records.
+request goes to the first shard that is up. After a shard has been down for `LOST_AFTER_S`, its open calls go to another
+shard, under new ids. The first shard also stores data without a request: workers, deployments, sessions and records.
 """
 
 import asyncio
@@ -78,7 +78,7 @@ class Shard:
     def note_failure(self) -> None:
         """Send no new requests to the shard until it answers again.
 
-        A server whose memory is full answers probes, but refuses requests: the pause doubles if it soon fails again.
+        Pauses before probes double while probes succeed but requests fail, such as on a server whose memory is full.
         """
         if self._probing is None and not self._is_closed:
             self._down_since = time.monotonic()

@@ -41,7 +41,7 @@ class Confirmer:
     async def confirm(self, *proofs: Command) -> None:
         """Wait until a replica has received the caller's writes. `proofs`: commands that reply true after the writes.
 
-        They show that this connection has the same primary as the connection of the writes. Raises: RedisError.
+        The proofs show that this connection has the same primary as the connection of the writes. Raises: RedisError.
         """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((proofs, future))

@@ -1,8 +1,8 @@
 -- Cancel calls, or fail them if a failure is given (`fail.lua`). The entries leave the queue immediately, so that no worker
--- claims them. A worker that runs a cancelled call learns it from its stream of wakeups, or from its next publish.
+-- claims them. A worker that runs a cancelled call learns of it from its stream of wakeups, or from its next publish.
 -- KEYS: queue, backlog, reservations (`submit.lua`), then call and log of each item
 -- args: group, keep_ms, spent, model, is_lost (`count_usage.lua`; may be absent), left (prefix of the keys of
---   `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or the failure (`fail.lua`)
+--   `note_tenant`), left_ttl_ms, wakeups (prefix of the keys of streams, `wake.lua`); failure: absent, or see `fail.lua`
 -- Returns for each item its earlier state, or gone.
 local queue, backlog, reservations = KEYS[1], KEYS[2], KEYS[3]
 local args = cmsgpack.unpack(ARGV[1])

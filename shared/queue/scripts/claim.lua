@@ -10,8 +10,8 @@
 -- flat list, because Redis before version 7 sends each nested table of a reply in a separate write.
 -- Poison detection: `failures` is the crash count. It counts attempts that began, were lost, and were not released. The
 -- first loss always counts; further losses count only within `cleared_after` new tokens, while the request runs alone.
--- An attempt begins with its claim, but with `begin.lua` if the crash count is above 0: such a request first waits to run
--- alone, and a loss while it waits does not count. A read whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
+-- An attempt begins with its claim or, if the crash count is above 0, with `begin.lua` after a wait to run alone. A read
+-- whose reply was lost does not count: it has this worker's read nonce, and nothing was published.
 local args = cmsgpack.unpack(ARGV[1])
 local queue, group, worker, nonce = KEYS[1], args.group, args.worker, args.nonce
 local time = redis.call('TIME')
