@@ -76,7 +76,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     num_failed: int = 0
     num_crashes: int = 0
     num_failed_starts: int = 0  #: consecutive
-    crash_tenants: tuple[str, ...] = ()  #: tenants with running requests in all `num_crashes` crashes
+    crash_tenants: tuple[str, ...] = ()  #: tenants in all of the `num_crashes` crashes
     card: ModelCard | None = None  #: the card that its first instance announced
     is_canary: bool = False
     is_new: bool = False  #: False if a rollback activated it
