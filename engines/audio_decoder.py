@@ -120,7 +120,7 @@ class AudioFile:
             pieces = self._pieces(rate, from_s)
             head = next(pieces, (math.inf, b""))
             if from_s <= 0 or head[0] <= self._start_s:
-                break  # else decode from the file's beginning: the seek landed after the start
+                break  # otherwise the seek landed after the start: decode from the file's beginning
         part_s = min(self._end_s - self._start_s, self._max_s)
         left, is_part = int(part_s * rate), part_s < self._max_s
         is_empty = True
@@ -140,7 +140,7 @@ class AudioFile:
             raise InvalidImage("The audio has no samples that can be decoded.")
 
     def _pieces(self, rate: int, from_s: float) -> Iterator[tuple[float, bytes]]:
-        """Times and samples of pieces, from `from_s` on or, in some containers, from later. Raises: InvalidImage."""
+        """Times and samples of pieces from `from_s` on; in some containers, they start later. Raises: InvalidImage."""
         resampler = av.AudioResampler(format="flt", layout="mono", rate=rate)
         at_s = 0.0 if from_s <= 0 else math.inf
         try:

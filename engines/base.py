@@ -260,9 +260,9 @@ class EngineInput(Protocol):
 class EngineOutput(msgspec.Struct):
     """The output of one step for one request. It may have no tokens.
 
-    `index` is the number of output tokens before these. An engine without token ids sets `num_without_id`. An output
-    with `finish_reason` or `error` is terminal: `usage` is complete, and `timings` has the engine's stages (queue, vision,
-    prefill, decode).
+    `index` is the number of the request's output tokens before this output. An engine without token ids sets
+    `num_without_id`. An output with `finish_reason` or `error` is terminal: `usage` is complete, and `timings` has the
+    engine's stages (queue, vision, prefill, decode).
     """
 
     request_id: str

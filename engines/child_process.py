@@ -1,4 +1,4 @@
-"""Child processes that communicate over a socket, without the environment's addresses and keys.
+"""Child processes that communicate over a socket, and do not inherit the environment's addresses and keys.
 
 A child calls `restrict` and `confine` before it reads untrusted input. They limit its memory and, where the kernel
 supports seccomp, deny access to files, sockets, programs and other processes. Input that crashes the child does not

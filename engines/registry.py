@@ -13,7 +13,7 @@ from functools import cache
 from importlib.metadata import distributions, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import resolve_name  # noqa: TID251 - names the modules of its own table
+from pkgutil import resolve_name  # noqa: TID251 - for names in `kinds`
 from typing import Any
 
 from packaging.version import Version

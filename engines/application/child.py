@@ -1,4 +1,4 @@
-"""One process of an application: JSON lines in both directions, and its resource usage."""
+"""Runs one process of an application: exchanges JSON lines with it, and checks its resource usage."""
 
 import errno
 import os

@@ -1,7 +1,7 @@
 """Runs an application's tasks one at a time in a process that is restarted when it ends.
 
-A task whose process ended is retried once in a new one, unless it has streamed output. A session is entered with its
-first task, once per process.
+A task whose process ended is retried once in a new one, unless it has streamed output. Each process enters a session
+before it runs the session's first task.
 """
 
 import logging
@@ -72,7 +72,7 @@ class ApplicationEngine(Engine[TaskInput]):
         self._state = "starting"  # or idle, entering, leaving, running
         self._cancel_until = 0.0
         self._ready_by = 0.0
-        #: sessions entered in this process, the latest last
+        #: sessions that this process has entered, the most recently used last
         self._sessions: OrderedDict[str, None] = OrderedDict()
         self._num_starts = 0  # starts since the last success
         self._stats = EngineStats()
@@ -188,7 +188,7 @@ class ApplicationEngine(Engine[TaskInput]):
             task.num_tries += 1
             task.entered_at = task.entered_at or now
             self._state, self._cancel_until = "running", 0.0
-            name, _, ending = task.request_id.partition("@")  # may begin with the name of a shard
+            name, _, ending = task.request_id.partition("@")  # [SHARD@]ATTEMPT.NUMBER
             attempt = ending.rpartition("@")[2].partition(".")[0]
             # Each attempt of the queue may be MAX_TRIES runs here, so some numbers are skipped.
             number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries

@@ -163,7 +163,7 @@ def _outermost(paths: Sequence[str]) -> list[str]:
 def make_environment(
     settings: ApplicationSettings, scratch: Path, variables: Mapping[str, str]
 ) -> Mapping[str, str]:
-    """The environment of the process: its deployed variables, no addresses or keys of the worker."""
+    """The environment of the process: its deployed variables, without the worker's addresses and keys."""
     threads = str(settings.num_threads or 1)
     folder = "/tmp" if find_sandbox(settings) else str(scratch)
     return {

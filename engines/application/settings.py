@@ -25,12 +25,11 @@ class ApplicationSettings(EngineSettings):
     network: bool = False
     """Whether an isolated application has network access."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
-    that the machine has and the container may use."""
+    """CPU threads of each numerical library in the application's process; 0: one."""
     uses_gpu: bool = False
     """Whether the application has access to GPUs."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory limit of all processes of the engine together; a model sizes its caches by it. 0: no limit."""
+    """Memory limit of all processes of the application together; 0: no limit."""
     max_processes: int = Field(default=256, ge=1)
     """Maximum number of processes and threads."""
     max_output_bytes: int = Field(default=4 * 1024**2, ge=1024)
@@ -38,6 +37,6 @@ class ApplicationSettings(EngineSettings):
     max_sessions: int = Field(default=16, ge=1)
     """Maximum number of sessions of one process; beyond it, the least recently used one is closed."""
     start_s: float = Field(default=300.0, gt=0)
-    """Time limit for the start of a replacement process."""
+    """Time limit for a process to set up the application."""
     grace_s: float = Field(default=2.0, gt=0)
     """Time limit for a cancelled task to end before its process is killed."""
