@@ -1,4 +1,4 @@
-"""Builds prompts from messages, and text, reasoning and function calls from the output tokens of an engine.
+"""Builds prompts from messages, and parses output tokens of an engine into text, reasoning and function calls.
 
 An `Answer` depends only on its tokens, so a retried request continues after the output tokens of its earlier attempt.
 Times are `time.perf_counter`, which is valid in one process only, so outputs contain durations.
@@ -192,7 +192,7 @@ class PromptingEngine(Engine[Request]):
 
 
 def _of_media(request: EngineRequest) -> str:
-    """Second part of the error message: tokens of images, audio and videos, and a suggestion."""
+    """Second part of the message of `PromptTooLong`: tokens of images, audio and videos, and a suggestion."""
     videos = [item for item in request.images if item.num_frames]
     counts = Counter[str]()
     for item in request.images:
@@ -233,7 +233,7 @@ class Answer(Struct, eq=False):
     """Tokens that are not reported yet, because they may be part of a reasoning marker."""
     is_streamed: bool = True
     holds_tokens: bool = False  #: whether an output can contain the tokens of several steps
-    held: list[TokenChoice] = field(default_factory=list)  #: tokens that are not reported yet
+    held: list[TokenChoice] = field(default_factory=list)  #: reported with later tokens
     reported_at: float = 0.0
 
     @classmethod

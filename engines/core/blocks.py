@@ -145,7 +145,7 @@ class BlockManager:
         return True
 
     def publish(self, sequence: Sequence) -> None:
-        """Add the blocks that the sequence has filled since the last call to the prefix cache."""
+        """Add to the prefix cache the blocks that the sequence has filled since the last call."""
         if not self._enable_prefix_cache:
             return
         size = self.block_size
@@ -196,7 +196,7 @@ class BlockManager:
             self._give_back(self._parked.pop())
 
     def _give_back(self, block_ids: list[int]) -> None:
-        """Release blocks last first, so that a prefix is evicted from its end."""
+        """Release blocks in reverse order, so that a prefix is evicted from its end."""
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             block.ref_count -= 1

@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 TOO_LARGE = "The prompt needs more memory than the model's device has: send a shorter one."
 #: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
-#: Target duration of a step with prompt tokens, relative to one without. Times vary, so it is below the limit of 2.
+#: Target duration of a step with prompt tokens, relative to one without. It is below 2, the highest
+#: acceptable ratio, because times vary.
 MAX_SLOWDOWN = 1.6
 #: Maximum of prompt tokens with logprobs per step. Each needs one logit per token of the vocabulary.
 MAX_SCORED_TOKENS = 512
@@ -29,7 +30,7 @@ _ASYNC_PREFILL_TOKENS = 512  #: prompt tokens of a step that also decodes, on a 
 _SMALLEST_CHUNK = 3  # with one decode token, these fill a group of four rows of the CPU kernels
 _NUM_STREAMS = 8
 _TRIES = 2
-#: Factors of the limit after a step that was too long, and after any other step. About 1 % of steps are too long.
+#: Factors of the limit after a step that was too long, and after any other. They balance if 1 % of steps are too long.
 _SHRINKING, _GROWING = 0.9, 1.001
 _SHARES = 0.2, 4.0  # bounds of the limit, as multiples of the initial measurement
 _LONGEST_RUN = 64  # steps with prompt tokens after which a step without is measured again
@@ -55,7 +56,7 @@ class StepBudget(msgspec.Struct):
         return num_pending if num_pending < self.num_tokens else self.num_tokens
 
     def take(self, num_new: int, num_pending: int, *, is_over_budget: bool = False) -> None:
-        """Spend tokens, possibly more than are left. Requests that wait for their image use no prefill budget."""
+        """Spend tokens, possibly more than are left. Requests in `StepResult.over_budget` use no prefill budget."""
         self.num_tokens = left if (left := self.num_tokens - num_new) > 0 else 0
         if num_pending > 1 and not is_over_budget:
             self.num_prefill_tokens = max(0, self.num_prefill_tokens - num_new)
@@ -102,7 +103,7 @@ class StepLimits:
         """Limit steps to half of this batch, or of the present limit if the batch exceeds it.
 
         Raises: DeviceOutOfMemory if the batch had one token; SequenceFailure if the limit is one token already and the
-        only sequence has an image or prompt with bidirectional attention, which one step computes.
+        only sequence has an image or prompt with bidirectional attention, which cannot be split into several steps.
         """
         if batch.num_tokens == 1:
             raise DeviceOutOfMemory("no memory for a step of one token: lower kv_cache_bytes")

@@ -134,7 +134,7 @@ class Constraint:
 
 
 def _only(mask: bytes, token_id: int) -> bytes:
-    """The mask of one token, if the mask allows it."""
+    """A mask of `token_id` only, if `mask` allows it; else `mask`."""
     place, bit = token_id // 8, 1 << token_id % 8
     if place >= len(mask) or not mask[place] & bit:
         return mask

@@ -119,7 +119,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
             assert grammar is not None
             found = self._grammars.compile(grammar, is_thinking=is_thinking)
         if task.sampling.allowed_token_ids:
-            found.speller = None  # its tokenization of forced text may differ
+            found.speller = None  # it may choose a token that is not allowed
         return found
 
     def load_adapter(self, directory: Path, limits: AdapterLimits) -> Adapter:

@@ -126,8 +126,8 @@ def sample_drafts(
 class StepResult(Struct):
     """The result of a step: one token per item, or None if the item's prompt is unfinished.
 
-    `vision_s` is the time of image encoding. `over_budget` are requests whose image needs several steps, so the next
-    step that also decodes will not compute them.
+    `vision_s` is the time of image encoding. `over_budget` are requests whose image is not fully encoded yet. While
+    other requests decode, the next step can encode the image further, but computes no tokens of these requests.
     """
 
     choices: list[TokenChoice | None]

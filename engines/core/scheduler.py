@@ -69,7 +69,7 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> None:
         """Append the tokens of a step, and free the blocks of finished sequences.
 
-        Requests that are over budget will not be computed while other requests decode, so they use no prefill budget.
+        The next step that also decodes computes no tokens of `over_budget` requests, so they use no prefill budget.
         """
         self._over_budget = result.over_budget
         block_size, num_computed = self.blocks.block_size, result.num_computed
@@ -270,7 +270,7 @@ class Scheduler:
         return num_new
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks for a running sequence. If too few are free, preempt the youngest ones, finally this one."""
+        """Allocate blocks for a running sequence. If too few are free, preempt the youngest sequences, or this one."""
         while not self.blocks.grow(sequence, num_tokens):
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
@@ -411,7 +411,7 @@ class StepPipeline:
         Changes block tables only.
         """
         scheduler = self._scheduler
-        # other sequences ended since they were planned
+        # without sequences that ended since the batch was planned
         running = [
             (place, item) for place, item in enumerate(batch.items) if item.sequence.is_running
         ]
@@ -421,7 +421,7 @@ class StepPipeline:
         following = Batch()
         for place, item in running:
             sequence = item.sequence
-            if sequence.constraint is not None or item.draft:  # its next token depends on this one
+            if sequence.constraint is not None or item.draft:  # it needs the token in flight
                 return Batch()
             num_output_tokens = item.end + 1 - sequence.num_prompt_tokens
             if num_output_tokens >= sequence.max_output_tokens:

@@ -194,7 +194,7 @@ class ScheduledSequence(Struct, eq=False):
     """One sequence in a step: computes the tokens from `start` to before `end`. Immutable."""
 
     sequence: Sequence
-    num_new_tokens: int  #: the next pending tokens, and the `draft`
+    num_new_tokens: int  #: pending tokens that the step computes, and the `draft`
     #: Index of the item that samples the new token in the step in flight; None: the token is known.
     in_flight_index: int | None = None
     draft: tuple[int, ...] = ()  #: draft tokens, which follow the end of the sequence

@@ -25,13 +25,13 @@ _MAX_PLACES = 4
 _MAX_MATCH = 16
 #: Tokens indexed per step, so that a long prompt does not delay other sequences.
 _MAX_INDEXED = 2048
-#: Draft lengths that are tried. 3, 7 and 11 with the last token fill the kernels' groups of four rows.
+#: Draft lengths that are tried. With the last token, 3, 7 and 11 draft tokens fill the kernels' groups of four rows.
 _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 #: Prior acceptance rates.
 _FORCED_RATE, _RATE = 0.9, 0.5
-#: Acceptance rate above which an unprofitable draft is reconsidered early, after this many tokens.
+#: Acceptance rate above which an unprofitable draft is reconsidered early, and the number of tokens until then.
 _LIKELY, _REST = 0.6, 8
-#: Acceptance rate above which a successful trial does not resume drafting.
+#: Acceptance rate above which a successful trial does not resume drafting: at this rate, only costs forbid it.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
@@ -41,7 +41,7 @@ _NEWEST_OF_SEQUENCE, _NEWEST_OF_FORCED = 0.3, 0.05
 _PLAIN_EVERY = 64
 #: Tokens until the next trial draft of a sequence whose drafts do not pay: first and longest.
 _FIRST_WAIT, _LONGEST_WAIT = 64, 256
-#: Prior cost of a draft token, relative to a step, divided by the number of sequences.
+#: Prior cost of a draft token, relative to a step of one sequence; with n sequences, it is divided by n.
 _FIRST_COST = 0.25
 #: Safety factor on measured costs.
 _MARGIN = 1.4
@@ -191,7 +191,7 @@ class Speculator:
     ) -> tuple[int, ...]:
         """At most `most` draft tokens for a sequence; empty if drafting would lower the token rate.
 
-        `most_beside`: the limit while other sequences have no draft.
+        `most_beside`: the limit of all further drafts of the step while some sequences have no draft.
         """
         self.is_timed = True
         history, constraint = sequence.history, sequence.constraint
