@@ -73,7 +73,7 @@ def _check(config: Fields, limits: AdapterLimits) -> None:
         raise config.refuse("use_dora", "is true: DoRA is not supported; merge the adapter")
     if config.get("modules_to_save"):
         names = shown(config.get("modules_to_save"))
-        raise config.refuse("modules_to_save", f"is {names}: only LoRA is supported; merge it")
+        raise config.refuse("modules_to_save", f"is {names}: unsupported; merge the adapter")
     if config.get("bias", "none") != "none" or config.get("lora_bias"):
         raise config.refuse("bias", "is trained: biases are not supported; train with bias='none'")
     init = config.get("init_lora_weights", True)
@@ -81,7 +81,7 @@ def _check(config: Fields, limits: AdapterLimits) -> None:
         raise config.refuse(
             "init_lora_weights",
             f"is {shown(init)}, which changes the base model: save it converted "
-            "(path_initial_model_for_weight_conversion), or merge it",
+            "(path_initial_model_for_weight_conversion), or merge the adapter",
         )
     for name, value in config.values.items():
         if name not in _KNOWN and name != "bias" and value not in (None, False, {}, [], "", 0):

@@ -31,7 +31,7 @@ def read_sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
         if not (directory / _FILE).is_file():
             raise EngineStartError(
                 f"VLM_ENGINE__GENERATION_CONFIG: {directory} has no {_FILE}; "
-                "name a folder that has one, auto or none"
+                "set it to a folder with this file, to auto or to none"
             )
     fields = read_json(directory / _FILE)
     defaults = SamplingDefaults(

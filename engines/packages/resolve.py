@@ -39,7 +39,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _WEIGHTS = ".safetensors"
 
 Report = Callable[[float], None]
-#: Checks a model by its small files and the bytes of its weights before these are downloaded.
+#: Checks a model by its small files and the bytes of its weights before the weights are downloaded.
 #: Raises: EngineStartError.
 Check = Callable[[Path, int], object]
 
@@ -66,7 +66,7 @@ def resolve_model(
     *,
     needs_weights: bool = True,
 ) -> Path:
-    """The directory of a built-in name, a directory or a hub id `org/name[@revision]`; or a GGUF file.
+    """The directory or GGUF file of `model`, which is a built-in name, a path, or a hub id `org/name[@revision]`.
 
     Downloads missing files; without `needs_weights`, all except weights. `report` is called with the progress; without
     it, a progress bar is shown. Raises: ModelUnavailable, and errors of `check`.

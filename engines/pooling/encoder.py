@@ -22,7 +22,7 @@ from engines.pooling.texts import Texts
 MAX_PADDING_RATIO = 0.15
 #: Tokens of packed rows per forward pass on a CPU; more are not faster and use more memory.
 MAX_CPU_TOKENS = 2048
-#: Model types with `PackedLayers`, and the position of a row's first token.
+#: Model types with `PackedLayers`, and the position of a row's first token; None: the padding token's id + 1.
 PACKED_TYPES: dict[str, int | None] = {
     "bert": 0,
     "roberta": None,

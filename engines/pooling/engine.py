@@ -54,7 +54,7 @@ class PoolingModel:
     #: Prompts before a text, by name.
     prompts: Mapping[str, str] = {}
     decodes_images = False
-    #: The tokenizer, usually a `Texts`; at least its `encode` and `decode`. Thread-safe.
+    #: The tokenizer: a `Texts`, or an object with at least its methods `encode` and `decode`. Thread-safe.
     texts: Any
 
     def process_image(self, data: bytes, image: ImageRef, decode: Decode) -> Any:
@@ -171,7 +171,7 @@ class PoolingEngine(Engine[PoolingInput]):
             return Tokenization(text=self._model.texts.decode(task.token_ids))
         prompt = task.of.prompt
         if not isinstance(prompt, TextPart):
-            raise InvalidRequest("this model has no conversations: send prompt", task.of.param)
+            raise InvalidRequest("this model does not support messages: send prompt", task.of.param)
         token_ids, strings = self._model.texts.encode(
             prompt.text, add_special_tokens=task.of.add_special_tokens
         )

@@ -169,7 +169,7 @@ def _plain_names(model: nn.Module) -> list[str]:
 
 
 def _pairs(model: nn.Module, names: Iterable[tuple[str, str]]) -> Iterator[tuple[Any, str, str]]:
-    """Modules that have both parts of a pair of `names`, one of them an nn.Linear, and the pair."""
+    """Yield (module, *pair) for each pair of `names` that a module has, if one of the two is an nn.Linear."""
     for owner in list(model.modules()):
         for pair in names:
             parts = [getattr(owner, name, None) for name in pair]

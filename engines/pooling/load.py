@@ -107,7 +107,7 @@ def prepare_linears(model: torch.nn.Module, device: torch.device, is_int8: bool)
     """Pack or quantize the weights for the CPU kernels. Raises: EngineStartError."""
     if is_int8 and device.type != "cpu":
         raise EngineStartError(
-            "VLM_ENGINE__QUANTIZATION: embedding models support int8 on a CPU only; set none"
+            "VLM_ENGINE__QUANTIZATION: embedding models support int8 on a CPU only; set it to none"
         )
     if is_int8:
         quantize_linears(model)
@@ -145,13 +145,13 @@ def find_kind(directory: Path) -> tuple[Any, Any]:
     """The class of transformers for a model, and its configuration. Raises: UnsupportedCheckpoint."""
     try:
         config = AutoConfig.from_pretrained(directory)
-    except Exception as error:  # wrong values raise any type
+    except Exception as error:  # invalid values raise errors of any type
         raise UnsupportedCheckpoint(f"config.json: {one_line(error)}") from error
     return _kind((config.architectures or [""])[0], config, directory), config
 
 
 def find_engine(directory: Path, num_weight_bytes: int) -> str:
-    """The engine for a model, at this machine's lowest precision. Raises: UnsupportedCheckpoint, ModelTooLarge."""
+    """The engine that can run a model here, if need be in int4. Raises: UnsupportedCheckpoint, ModelTooLarge."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         check_model(directory, num_weight_bytes, device, "int4")
@@ -198,7 +198,7 @@ def _load_model(kind: Any, directory: Path, dtype: torch.dtype) -> Any:
             model, info = kind.from_pretrained(
                 directory, use_safetensors=True, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # damaged files raise any type
+    except Exception as error:  # damaged files raise errors of any type
         raise UnsupportedCheckpoint(f"the weights cannot be loaded: {one_line(error)}") from error
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:

@@ -32,5 +32,5 @@ class EncoderSettings(PoolingSettings):
     quantization: Literal["none", "int8"] = "none"
     """Type of the linear layers' weights."""
     num_threads: int = Field(default=0, ge=0)
-    """CPU threads of each process of the engine; 0: one for a small model, else as many as the processors
-    that the machine has and the container may use."""
+    """CPU threads of each process of the engine; 0: one for a small model, else one per processor that the
+    container can use."""
