@@ -2,8 +2,8 @@
 
 Grammars are untrusted: a child process with limits of time and memory compiles them first.
 
-Forced text is certain except for its tokenization. Between forced texts, JSON has optional spaces and punctuation; the
-answer so far shows whether the model writes spaces.
+Drafts contain the text that the grammar forces; only its tokenization is uncertain. Between forced texts, JSON has
+optional spaces and punctuation; the answer so far shows whether the model writes spaces.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ class Drafter:
     def spell(self, matcher: "LLMatcher", output: list[int]) -> int | None:
         """The first token of forced text in the tokenizer's own tokenization.
 
-        None if no text is forced, or if following text may change the token, which ends in the last word or sign.
+        None if no text is forced, or if the token reaches the last word or sign, which may merge with following text.
         """
         forced = bytes(matcher.compute_ff_bytes()[:_MAX_DRAFT_BYTES])
         num_certain = len(forced.rstrip(_WORD)) - 1
@@ -183,7 +183,7 @@ class GrammarCompiler:
         reasoning: Reasoning | None,
         spelled: Mapping[int, str] = NOTHING_SPELLED,
     ) -> "GrammarCompiler | None":
-        """None without an end-of-sequence token or llguidance, or for formats with channels (as of gpt-oss)."""
+        """None if llguidance or an end-of-sequence token is missing, or if answers have channels (as in gpt-oss)."""
         has_parts = reasoning is not None and bool(reasoning.form.head_end)
         ends = any(token_id < vocab_size for token_id in tokenizer.eos_token_ids)
         if has_parts or not ends or find_spec("llguidance") is None:
@@ -192,7 +192,7 @@ class GrammarCompiler:
         return cls(tokenizer, vocab_size, reasoning, {**of_reasoning, **spelled})
 
     def compile(self, grammar: Grammar, *, is_thinking: bool = False) -> Constraint:
-        """Compile without the GIL. `is_thinking`: within the reasoning. Raises: BadGrammar, GrammarTooComplex."""
+        """Compile a grammar. `is_thinking`: start in the reasoning. Raises: BadGrammar, GrammarTooComplex."""
         try:
             is_json = grammar.kind == "json"
             return self._constrain(*_to_body(grammar), is_thinking=is_thinking, is_json=is_json)
@@ -227,7 +227,7 @@ class GrammarCompiler:
             except Refusal as refusal:
                 if is_loose or is_strict:
                     raise refusal.to_error("tools") from None
-        raise AssertionError  # one of both was returned or raised
+        raise AssertionError  # the second iteration returns or raises
 
     def _constrain(
         self, body: str, others: dict[str, str], *, is_thinking: bool, is_json: bool
@@ -305,7 +305,7 @@ class GrammarCompiler:
         self._bound_numbers = NumberBounds(self._vocabulary.tokens)
 
     def _ask(self, source: str) -> Verdict:
-        """The child's verdict. If the child is lost, start another. Raises: Refusal."""
+        """The child's verdict. If the child is lost, the next call starts another. Raises: Refusal."""
         assert self._vocabulary is not None
         try:
             if self._judge is None:

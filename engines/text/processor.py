@@ -526,7 +526,7 @@ def create_processor(
         multimodal,
         template,
         found,
-        # a text model's own template is complete; the default one has no BOS
+        # a text model's own template writes its special tokens itself; the default one has no BOS
         adds_special_tokens=own is None
         or multimodal.slot_id is not None
         or bool(multimodal.audio_placeholder),

@@ -29,7 +29,7 @@ py_any: PY_TEXT | "True" | "False" | "None" | py_json"""
 
 
 def to_argument_rules(function: Function, name: str, *, is_loose: bool = False) -> list[str]:
-    """Rule and sub-rules: keyword arguments in the schema's order. `is_loose`: any arguments. Raises: Refusal."""
+    """Rules of a call's keyword arguments, in the schema's order. `is_loose`: any arguments. Raises: Refusal."""
     schema: dict[str, Any] = {} if is_loose else json.loads(function.parameters)
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
@@ -218,13 +218,13 @@ _WORDS |= {word: word for word in _WORDS.values()}
 _STRING = re.compile(r""""[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*'""")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _LEADING_ZERO = re.compile(r"-?0[0-9]")  #: not allowed in JSON
-#: Escapes for which Python has no warning.
+#: Escapes that Python reads without a warning.
 _ESCAPES = frozenset("\\'\"abfnrtvxuUN")
 
 
 def _to_json(text: str) -> str:
     """Convert a Python or JSON literal to JSON; numbers keep their spelling. Raises: MalformedCall."""
-    # An unknown escape is a backslash in Python too, with a warning.
+    # Python also keeps the backslash of an unknown escape, but warns.
     text = re.sub(r"\\(.)", lambda e: e[0] if e[1] in _ESCAPES else "\\" + e[0], text.strip())
     if "\n" in text or "\r" in text:
         raise MalformedCall

@@ -44,14 +44,14 @@ REASONING_FORMATS = {
 class State(Enum):
     """Position in an answer."""
 
-    HEAD = auto()  #: undecided
+    HEAD = auto()  #: a possible marker, or the header of a channel
     THINKING = auto()
     BETWEEN = auto()  #: after the reasoning, before the answer's first word
     CONTENT = auto()
 
 
 class TagSplitter:
-    """Reasoning once, at the start, between two markers; white space around it is dropped."""
+    """Splits answers that start with reasoning between two markers; white space around it is dropped."""
 
     has_parts = False  #: whether answers have several channels, so that markers may occur anywhere
 

@@ -34,7 +34,7 @@ _TIME = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?"
     "(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-#: Formats that llguidance checks loosely: no leap years, and leap seconds in every minute. Source: RFC 3339.
+#: Formats that llguidance checks loosely: February 29 in any year, leap seconds in any minute. Source: RFC 3339.
 _FORMATS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",

@@ -50,7 +50,7 @@ HERMES = ToolFormat(
     "\n</tool_call>\n<tool_call>\n",
     "\n</tool_call>",
 )
-#: Without a tool template. Strings are limited and objects closed, because such models may never end them.
+#: For chat templates without a supported tool format. Strings are limited, because models may never end them.
 TOLD = dataclasses.replace(HERMES, name="told", max_text_chars=64)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", " [", '", "arguments": ', ", ", "]")
 LLAMA3 = ToolFormat("llama3", "", "", '", "parameters": ', "; ", "")
