@@ -46,7 +46,7 @@ from shared.protocol import (
     Usage,
 )
 
-#: By the server's finish reason. Other reasons, such as `content_filter`, count as `stop`.
+#: Finish reasons by the server's names. All others, such as `content_filter`, count as `stop`.
 _FINISH = {"length": FinishReason.LENGTH, "tool_calls": FinishReason.TOOL_CALLS}
 #: Sampling parameters that are not in the API: a server might ignore them.
 _UNSUPPORTED = (

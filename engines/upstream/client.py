@@ -119,10 +119,10 @@ class UpstreamClient:
         self._silence_s = silence_s
         self._metrics_path = metrics_path
         self._events: SimpleQueue[list[StreamEvent]] = SimpleQueue()
-        self._held: list[StreamEvent] = []  # events to receive together; used by the thread only
+        self._held: list[StreamEvent] = []  # to deliver together; used by the client's thread only
         self.lost = ""  #: why the server is lost; empty while it is healthy
         self.is_ready = False  #: set after the server's start, which may take long
-        self._streams: dict[str, asyncio.Task[None]] = {}  # from here on, used by the thread only
+        self._streams: dict[str, asyncio.Task[None]] = {}  # from here on, for the client's thread
         self._received_at: dict[str, float] = {}  # `time.monotonic` by stream
         self._aborting: set[asyncio.Task[None]] = set()
         self._idle: list[Connection] = []  # connections to use again

@@ -137,7 +137,7 @@ class PromptText:
 
 
 def find_model(client: UpstreamClient, wanted: str = "") -> dict[str, Any]:
-    """A model's entry in `GET /v1/models`; without a name, the first. Raises: EngineStartError; see `describe`."""
+    """A model's entry in `GET /v1/models`; without a name, the first. Raises: EngineStartError, as in `describe`."""
     listed = client.request("GET", MODELS).raise_for_status().json()["data"]
     for found in listed:
         if found["id"] == wanted or not wanted:
@@ -193,7 +193,7 @@ def to_bias(sampling: SamplingParams, media_token_ids: Sequence[int]) -> dict[st
 
 
 def has_output_penalty(sampling: SamplingParams) -> bool:
-    """Whether a request has penalties of output tokens, which a server cannot tell from the prompt of a retry."""
+    """Whether a request penalizes output tokens; on a retry, a server counts the earlier ones as part of the prompt."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 

@@ -127,7 +127,7 @@ def _text_files(settings: UpstreamSettings) -> Path:
     path = resolve_model(settings.tokenizer or settings.model, needs_weights=loads_weights)
     if path.suffix != GGUF:
         return path
-    # torch and transformers, only to read the tokenizer
+    # imports torch and transformers, which only GGUF files need
     from engines.torch_backend.loading.gguf_checkpoint import open_tokenizer  # noqa: PLC0415
 
     return open_tokenizer(path)

@@ -97,7 +97,7 @@ def to_jpegs(video: OpenVideo, max_frames: float = math.inf) -> MediaFile:
 
 
 def to_mp4(video: OpenVideo, max_frames: float, max_fps: float) -> MediaFile:
-    """Evenly sampled frames as Motion JPEG in MP4, an even number at their true rate. Raises: InvalidImage."""
+    """Evenly sampled frames at their true rate as Motion JPEG in MP4. Raises: InvalidImage."""
     import av  # noqa: PLC0415  # an extra
 
     info = video.info
@@ -108,7 +108,7 @@ def to_mp4(video: OpenVideo, max_frames: float, max_fps: float) -> MediaFile:
     _check_limit(video, "frames a second", _TICKS_PER_S / duration, max_fps)
     frames = video.frames(indices)
     files = [_to_jpeg(frame) for frame in frames]
-    files += files[-1:] * (len(files) % 2)
+    files += files[-1:] * (len(files) % 2)  # an even number
     file, (width, height) = BytesIO(), frames[0].size
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_mux_stream("mjpeg", width=width, height=height)

@@ -29,7 +29,7 @@ from engines.upstream.settings import SglangSettings
 from engines.upstream.vllm import FINISH
 from shared.protocol import Generate, Grammar, Priority
 
-#: Models for which SGLang reads every frame of a short and slow video. For other models, it samples frames.
+#: Models for which SGLang reads every frame of a video within `MAX_FRAMES` and `MAX_FPS`. For others, it samples.
 VIDEO_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MAX_FRAMES, MAX_FPS = 768, 2.0
 _Scored = tuple[float | None, int, Any]  # logprob, token id, text

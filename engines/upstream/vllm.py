@@ -28,7 +28,7 @@ from engines.upstream.media import data_url
 from engines.upstream.settings import VllmSettings
 from shared.protocol import FinishReason, Generate, Grammar, Priority
 
-#: `extra_args` of the logits processor, and its version.
+#: Key of the logits processor's parameters in `extra_args`, and its version.
 PLUGIN = "vlm_fleet"
 PLUGIN_VERSION = "vlm_fleet logits processor 1"
 PROBE_S = 120.0  #: the first request of a server may compile kernels
@@ -120,7 +120,7 @@ class Vllm(Dialect):
 
     def can_continue(self, task: Generate | UpstreamRequest) -> bool:
         has_penalty = has_output_penalty(task.sampling)
-        if self.runs_grammar_source:  # our processor cannot apply both kinds of penalties in order
+        if self.runs_grammar_source:  # our processor cannot be combined with a repetition penalty
             return not has_penalty or task.sampling.repetition_penalty == 1.0
         return task.grammar is None and not has_penalty
 
