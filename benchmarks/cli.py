@@ -78,7 +78,7 @@ def bench_gateway(
     growth: Annotated[
         int,
         typer.Option(
-            min=0, max=1000, help="Redis' CPU time for this many workers of 100 idle requests."
+            min=0, max=1000, help="Measure Redis for this many workers with 100 idle requests each."
         ),
     ] = 0,
     tokens: Annotated[
@@ -263,7 +263,7 @@ def bench_search(
 @app.command("media")
 def bench_media(
     seconds: Annotated[int, typer.Option(min=1, help="Length of the video.")] = 600,
-    frames: Annotated[int, typer.Option(min=1, help="Frames that are wanted.")] = 32,
+    frames: Annotated[int, typer.Option(min=1, help="Number of frames to decode.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved repetitions.")] = 3,
     vllm: Annotated[
         Path | None, typer.Option(help="Python with vLLM, 0.28 or older for its PyAV loader.")

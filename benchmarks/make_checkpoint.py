@@ -96,7 +96,7 @@ def list_parameters(config: PreTrainedConfig) -> list[Parameter]:
     stored = {name: tuple(x.shape) for name, x in revert_weight_conversion(model, state).items()}
     if not isinstance(config, LlavaConfig):
         return list(stored.items())
-    own, published = "vision_tower.", "vision_tower.vision_model."  # since transformers 5, before
+    own, published = "vision_tower.", "vision_tower.vision_model."  # in transformers 5, and before
     return [(name.replace(own, published), size) for name, size in stored.items()]
 
 

@@ -25,7 +25,7 @@ _NUM_PICTURES = 90  #: then they repeat
 
 
 def make_video(seconds: int) -> Path:
-    """A cached H.264 file with the key frames that x264 chooses, at most 250 frames apart: a box moves."""
+    """A cached H.264 file that shows a moving box. x264 chooses the key frames, at most 250 frames apart."""
     path = Path(f".cache/media/{seconds}s.mp4")
     if path.exists():
         return path

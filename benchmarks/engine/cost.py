@@ -2,8 +2,6 @@
 
 Counts are determined by the model's shape and the step's tokens. Norms, rotations, sampling and
 copies are not counted, because a better engine could avoid them.
-
-Shape letters: C decoder width, F its inner width, T tokens of an image in the tower.
 """
 
 from dataclasses import dataclass
@@ -54,7 +52,7 @@ class ModelCost:
         for item in batch.items:
             start, new = item.start, item.num_new_tokens
             context += start + new
-            seen += new * start + new * (new + 1) // 2  # token i of the new ones sees start + i
+            seen += new * start + new * (new + 1) // 2  # the i-th new token sees start + i tokens
         work = Work(
             self._layer_bytes + self._kv_bytes * context,
             self._layer_flops * num_tokens + self._attention_flops * seen,

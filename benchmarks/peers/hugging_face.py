@@ -1,6 +1,6 @@
 """`transformers` as a peer: its own model of a checkpoint, with its own caches.
 
-Runs in a separate process. The forward pass is called directly, with greedy sampling, which avoids the overhead of
+Runs in a separate process. The forward pass is called directly, with greedy sampling, to avoid the overhead of
 `generate`. For each batch size, the faster of its dynamic and static caches is used.
 """
 

@@ -1,7 +1,7 @@
 """llama.cpp as a peer, through the bindings of `llama-cpp-python`, with its own batches, caches and kernels.
 
 Runs in the peers' environment, with llama.cpp's defaults except the number of threads. Its multimodal library encodes
-the image. Each sequence of a batch decodes after a copy of one computed context.
+the image. A context is computed once and copied to every sequence of a batch; each sequence continues from its copy.
 """
 
 import ctypes

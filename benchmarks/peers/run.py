@@ -1,6 +1,6 @@
 """The comparison: the systems are measured alternately, round by round, for each workload.
 
-Called by `vlm bench peers`. Other load on the machine therefore affects all systems equally.
+Other load on the machine therefore affects all systems equally. Called by `vlm bench peers`.
 """
 
 import shutil
