@@ -86,7 +86,7 @@ def sample_clip(rng: Random, num_frames: int = 4) -> Clip:
 
 
 def _play(scene: Scene, num_frames: int, rng: Random) -> Clip | None:
-    """A clip that starts with a scene. Each event changes a different shape. None if shapes would overlap."""
+    """A clip from a scene; each event changes a different shape. None if shapes would overlap, or an event changes nothing."""
     still = rng.sample(scene.shapes, len(scene.shapes))
     paths: list[Path] = []
     background = scene.background

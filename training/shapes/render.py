@@ -214,7 +214,7 @@ def outline_of(kind: str, rng: Random, max_rotation: float = 0.0) -> list[Point]
     """A polygon of a kind around the origin, with coordinates from -1 to 1 and random proportions."""
     match kind:
         case "square":
-            half = rng.choice((1.0, 1.0, 0.886))  # 0.886: the area of the circle
+            half = rng.choice((1.0, 1.0, 0.886))  # 0.886: the same area as the circle
             polygon = [(-half, -half), (half, -half), (half, half), (-half, half)]
         case "triangle":
             polygon = rng.choice(

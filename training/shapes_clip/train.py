@@ -68,7 +68,7 @@ class Student(nn.Module):
 
 
 def rank_loss(scores: Tensor, is_true: Tensor) -> Tensor:
-    """Compare each matching pair with all other pairs of its row. Shapes: (rows, columns) both."""
+    """Compare each matching pair with all pairs of its row that do not match. Shapes: (rows, columns) both."""
     false = scores.masked_fill(is_true, -1e4).logsumexp(1, keepdim=True)
     losses = F.softplus(false - scores) * is_true
     rows = is_true.any(1)
