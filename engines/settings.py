@@ -43,7 +43,7 @@ class EngineSettings(BaseModel):
 
     @classmethod
     def read(cls, kind: str, values: Mapping[str, object], spell: Spell = as_variable) -> Self:
-        """Validate raw values, as from an environment. Raises: BadEngineSettings."""
+        """Validate raw values, such as those of environment variables. Raises: BadEngineSettings."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:

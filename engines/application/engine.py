@@ -190,7 +190,7 @@ class ApplicationEngine(Engine[TaskInput]):
             self._state, self._cancel_until = "running", 0.0
             name, _, ending = task.request_id.partition("@")  # [SHARD@]ATTEMPT.NUMBER
             attempt = ending.rpartition("@")[2].partition(".")[0]
-            # Each attempt of the queue may be MAX_TRIES runs here, so some numbers are skipped.
+            # An attempt of the queue has up to MAX_TRIES runs, so the numbers of unneeded runs are skipped.
             number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries
             told = {"task_id": task.task.id or name, "attempt": number}
             child.send(_line(type="run", session=session, **told, input=task.task.input))

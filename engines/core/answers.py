@@ -123,7 +123,7 @@ class PromptingEngine(Engine[Request]):
         return Prompt(list(prompt.token_ids))
 
     def _fields(self, call: EngineCall, prompt: Prompt, tools: Tools | None) -> dict[str, Any]:
-        """The fields of a request that a call and its prompt determine. Raises: AdapterUnavailable."""
+        """The fields of a request that depend on its call and its prompt. Raises: AdapterUnavailable."""
         task, adapter = call.task, self._adapters.get(call.adapter)
         assert isinstance(task, Generate)
         if call.adapter and adapter is None:

@@ -33,7 +33,7 @@ _TRIES = 2
 #: Factors of the limit after a step that was too long, and after any other. They balance if 1 % of steps are too long.
 _SHRINKING, _GROWING = 0.9, 1.001
 _SHARES = 0.2, 4.0  # bounds of the limit, as multiples of the initial measurement
-_LONGEST_RUN = 64  # steps with prompt tokens after which a step without is measured again
+_LONGEST_RUN = 64  # steps with prompt tokens after which a step without them is measured again
 #: Weight of the newest step in the average time of steps without prompts; the second weight applies after a long gap.
 _NEWEST, _FIRST_AGAIN = 0.1, 0.3
 

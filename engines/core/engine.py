@@ -256,7 +256,7 @@ class BatchingEngine(PromptingEngine[EngineRequest]):
     def _token_output(
         self, answer: Answer, sequence: Sequence, choice: TokenChoice, now: float
     ) -> EngineOutput | None:
-        if sequence.sampling.max_tokens == 0:  # only the prompt was to be computed
+        if sequence.sampling.max_tokens == 0:  # the request asks for no output
             output = answer.end(FinishReason.LENGTH)
         else:
             tokens = (choice, *choice.following) if choice.following else (choice,)

@@ -80,7 +80,7 @@ class Prompt(Struct, frozen=True):
 
 
 NOT_SCORED = 1 << 62  #: `num_scored_tokens` where no prompt logprobs are requested
-#: Newer requests that may overtake a batch sequence before it is treated as interactive.
+#: Number of newer requests that overtake a batch sequence before it is treated as interactive.
 MAX_OVERTAKES = 32
 
 

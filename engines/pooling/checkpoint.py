@@ -13,7 +13,7 @@ from engines.base import UnsupportedCheckpoint
 from engines.packages.checkpoint_json import load_json, read_json, shown
 
 Pooling = Literal["cls", "mean", "max", "last"]
-_TOKENS = re.compile("_?tokens?$")  #: end of the names of flags in older versions
+_TOKENS = re.compile("_?tokens?$")  #: suffix of some names of pooling modes, such as `cls_token`
 _KINDS = ("Transformer", "Pooling", "Dense", "Normalize")
 _MAX_SIZE = 1 << 16  # limit of a vector's dimensions
 _MAX_TOKENS = 2**31 - 1

@@ -187,7 +187,7 @@ def _name(activation: Activation) -> tuple[str, str] | None:
 
 @cache
 def _is_right(dtype: torch.dtype) -> bool:
-    """Whether oneDNN is available and equals torch, for one and several rows."""
+    """Whether oneDNN is available, and its results equal torch's for one and several rows."""
     has_avx = torch.backends.cpu.get_cpu_capability().startswith("AVX")
     is_known = dtype in (torch.float32, torch.bfloat16)
     if not (is_known and has_avx and torch.backends.mkldnn.is_available()):

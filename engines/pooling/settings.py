@@ -28,7 +28,7 @@ class EncoderSettings(PoolingSettings):
     device: str = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:N`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Arithmetic; auto: bfloat16 where the device is fast at it, else float32."""
+    """Data type of the computation; auto: bfloat16 where the device is fast at it, else float32."""
     quantization: Literal["none", "int8"] = "none"
     """Type of the linear layers' weights."""
     num_threads: int = Field(default=0, ge=0)

@@ -451,7 +451,7 @@ class ChatTemplate:
         *,
         is_answered: bool,
     ) -> str:
-        """The prompt's text. `texts[i]` replace the text parts of `messages[i]`, then its reasoning.
+        """The prompt's text. `texts[i]` replace the text parts of `messages[i]` and, after them, its reasoning.
 
         `options` are further variables, `tools` functions, `calls[i]` the calls of `messages[i]`. `kinds[i]` is image,
         video or audio, for the i-th medium. `is_answered`: add the generation prompt. Raises: InvalidRequest if the

@@ -132,7 +132,7 @@ class Detokenizer:
         return said
 
     def _cut(self, text: str) -> str:
-        """The text that precedes any stop string. The stop string that ends first wins, then the longest."""
+        """The text that precedes any stop string. The stop string that ends first wins; of several, the longest."""
         if not self._stops:
             return text
         if self.is_stopped:

@@ -199,7 +199,7 @@ class MultimodalProcessor:
     placeholder: str = ""
     video_placeholder: str = ""
     audio_placeholder: str = ""
-    #: Template for conversations with a video, if the checkpoint's has no video placeholder; empty: none.
+    #: Template for conversations with a video, if the checkpoint's own has no video placeholder; empty: none.
     video_template: str = ""
     max_audio_s: float = 0.0  #: longest audio file; 0: audio is not supported
     #: The instruction for transcription that the model was trained with; empty: any instruction.
@@ -237,7 +237,7 @@ class MultimodalProcessor:
         return []
 
     def positions(self, prompt: Prompt) -> Positions:
-        """Rotary positions of a prompt, one row per coordinate; () for token indices."""
+        """Rotary positions of a prompt, one row per coordinate; (): the indices of the tokens."""
         return ()
 
 
@@ -368,7 +368,7 @@ class ChatProcessor:
     ) -> tuple[str, list[tuple[int, int]], list[Item]]:
         """Replace placeholders by the texts of items. Returns the text, the (start, end) and the items, in order.
 
-        A template keeps the order of each kind, but may write all of a kind first.
+        A template keeps the order of the items of each kind, but may write all items of one kind first.
         """
         found = [
             (start, token.text)
@@ -463,7 +463,7 @@ class ChatProcessor:
 
     @property
     def always_thinks(self) -> bool:
-        """Whether prompts begin the reasoning, and no template variable changes that."""
+        """Whether prompts end within the reasoning, and no template variable changes that."""
         if self.reasoning is None or THINKING_SWITCHES & self.template_options:
             return False
         try:

@@ -10,7 +10,7 @@ from typing import Any
 from engines.base import BadGrammar, GrammarTooComplex
 
 #: llguidance's options, which replace the client's. At most one space, because small models can write white space
-#: forever. No unicode escapes, which could spell a named member as an additional member.
+#: forever. No unicode escapes: a member's name with an escape would count as another name.
 _OPTIONS = {"whitespace_pattern": " ?", "json_allowed_escapes": 'nrbtf"\\'}
 
 #: Keywords whose values are no schemas, and keywords whose values are schemas by name.

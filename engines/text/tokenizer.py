@@ -17,7 +17,7 @@ from engines.packages.checkpoint_json import Fields, one_line, read_json, shown
 from engines.text.detokenizer import ControlToken
 
 MAX_VOCAB_SIZE = 2**21
-#: Largest growth factor of a normalizer or decoder.
+#: Limit of the factor by which a normalizer or decoder lengthens a text.
 MAX_GROWTH = 64
 _NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 _MAX_TOKEN_BYTES = 512
@@ -184,7 +184,7 @@ def readable(name: str = "tokenizer.json") -> Iterator[None]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """Largest growth factor of a normalizer or decoder."""
+    """Largest factor by which a normalizer or decoder lengthens a text."""
     inner = step.get("normalizers") or step.get("decoders")
     if isinstance(inner, list):
         return math.prod(_growth(part) for part in inner if isinstance(part, dict))

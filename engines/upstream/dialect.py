@@ -39,9 +39,9 @@ class Chunk(msgspec.Struct):
     num_prompt_tokens: int | None = None  #: including image tokens and output of earlier attempts
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
-    num_computed: int | None = None  #: tokens since the request was sent, if some may be missing
-    text: str = ""  #: text of the tokens, if some may be missing
-    lost: bytes = b""  #: bytes of tokens before `tokens` whose ids are unknown
+    num_computed: int | None = None  #: tokens since the last send; set if `tokens` can lack some
+    text: str = ""  #: text of all new tokens; set if `tokens` can lack some
+    lost: bytes = b""  #: bytes of `num_lost` tokens with unknown ids before `tokens`
     num_lost: int = 0
 
 
@@ -55,7 +55,7 @@ class Dialect(ABC):
     name: str
     program: tuple[str, ...]  #: command that starts the server
     path: str
-    versions: tuple[str, str] | None = None  #: tested range: from, and before; None: any
+    versions: tuple[str, str] | None = None  #: tested versions: first, first untested; None: any
     health_path = "/health"
     metrics_path = ""
     #: Fields of `EngineStats` by the name of a Prometheus metric.

@@ -24,7 +24,7 @@ from engines.upstream.dialect import (
 from engines.upstream.settings import LlamaServerSettings
 from shared.protocol import FinishReason, Generate
 
-_MAX_RECOVERED_BYTES = 3  #: size of a token whose id the server does not report
+_MAX_RECOVERED_BYTES = 3  #: maximum size of a token whose id can be recovered
 
 
 class _Score(msgspec.Struct):
@@ -150,7 +150,7 @@ class LlamaServer(Dialect):
         return chunk
 
     def recover(self, chunk: Chunk, num_missing: int) -> None:
-        """Add unreported tokens before `chunk.tokens`; to the last chunk, the end token and parts of a character."""
+        """Add unreported tokens to the chunk. In the last chunk, they are parts of a character and the end token."""
         if chunk.finish is not None:
             ends = self._tokenizer.eos_token_ids
             if chunk.finish is FinishReason.STOP and len(ends) == 1:
