@@ -238,8 +238,8 @@ def smolvlm_config(num_layers: int | None, dtype: torch.dtype) -> PreTrainedConf
 
 
 def _write_smolvlm_files(directory: Path, config: PreTrainedConfig) -> None:
-    """Write all files except the weights. The processor is Idefics3's, which is equal for images; SmolVLM's needs a
-    package for videos.
+    """Write all files except the weights. The processor is Idefics3's, which processes images in the same way;
+    SmolVLM's needs a package for videos.
     """
     config.save_pretrained(directory)
     backend = make_tokenizer(_NUM_BASE_TOKENS)

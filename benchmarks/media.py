@@ -21,7 +21,7 @@ from worker.prepare.video_pool import VideoPool
 
 FPS = 30
 SIZE = (1920, 1080)
-_NUM_PICTURES = 90  #: then they repeat
+_NUM_PICTURES = 90  #: different pictures of the video, which then repeat
 
 
 def make_video(seconds: int) -> Path:

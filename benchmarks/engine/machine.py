@@ -41,7 +41,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def _measure_bandwidth(device: torch.device) -> float:
-    """Bytes read per second. On a CPU by a sum of integers, which reads twice as fast as a product of floats."""
+    """Bytes read per second. A CPU sums integers, because a product of floats reads only half as fast."""
     if device.type == "cpu":
         numbers = torch.ones(_READ_BYTES["cpu"] // 8, dtype=torch.int64)
         return numbers.nbytes / _best_s(numbers.sum, device)

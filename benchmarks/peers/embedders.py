@@ -25,7 +25,7 @@ def sentence_transformers(directory: str, dtype: str) -> Encode:
 
 
 def infinity(directory: str, dtype: str) -> Encode:
-    """Infinity's engine, with all texts at once, as from its server."""
+    """Infinity's engine. It gets all texts at once, as from its server."""
     from infinity_emb import (  # noqa: PLC0415  # pyright: ignore[reportMissingImports]
         AsyncEmbeddingEngine,
         EngineArgs,

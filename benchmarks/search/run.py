@@ -1,6 +1,6 @@
 """`vlm bench search`: cost and recall of an index, compared with an exact search in numpy.
 
-Vectors are combinations of half as many directions as dimensions, plus noise, similar to embeddings of texts.
+Like embeddings of texts, vectors combine few directions (half as many as dimensions), and have some noise.
 """
 
 import tempfile

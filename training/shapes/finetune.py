@@ -1,4 +1,4 @@
-"""Train a checkpoint further, including its vision tower: minutes on one GPU, while CPU processes draw `lessons`.
+"""Train a checkpoint further, including its vision tower, in minutes on one GPU. CPU processes draw the `lessons`.
 
 python -m training.shapes.finetune --device cuda --workers 15 --seconds 340 --out .cache/shapes/finetuned
 python -m training.shapes.export .cache/shapes/finetuned .cache/shapes/checkpoint

@@ -1,6 +1,7 @@
 """Templates of the questions. Slots: {noun}, {nouns}, {a_noun}, {color}, {place}, {at}, {where}, {image}.
 
-`where` is empty or names an image (" in the first image"); `image` is "image" or "first image".
+`where` is empty or names an image (" in the first image"); `image` is "image" or "first image". A template
+that ends with "|" asks for the opposite.
 """
 
 IMAGE_WORDS = (*6 * ("image",), *3 * ("picture",), "pic", "photo", "drawing", "graphic")
