@@ -35,8 +35,8 @@ class BenchError(Exception):
 class Job:
     """The requests of one measurement, their target and their duration.
 
-    `has_new_images`: each request replaces the number 0 in the image of `body` by a new number. `expected_text`: the
-    answer, if it is always the same.
+    `has_new_images`: each request has a new image: the image of `body`, with a new number instead of the number 0.
+    `expected_text`: the answer, if it is always the same.
     """
 
     port: int

@@ -37,7 +37,7 @@ def peer_python(folder: Path, maker: str) -> Path:
         subprocess.run(
             [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", *_PACKAGES[maker]],
             check=True,
-            env={**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"},  # compile for this machine, as its users do
+            env={**os.environ, "CMAKE_ARGS": "-DGGML_NATIVE=ON"},  # compile for this machine, as llama.cpp's users do
             stdout=sys.stderr,
         )  # fmt: skip
         if maker == "llama.cpp":

@@ -177,7 +177,7 @@ class Child:
             code = self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
             return "it closed its output"
-        # bubblewrap reports signals like a shell
+        # like a shell, bubblewrap reports a signal as exit code 128 + its number
         number = -code if code < 0 else code - 128 if 128 < code < 160 else 0
         with suppress(ValueError):
             if number:
