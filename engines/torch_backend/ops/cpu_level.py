@@ -89,7 +89,7 @@ LEVELS = (
 
 @cache
 def choose_level() -> CpuLevel:
-    """The largest level that this machine supports and torch can use. ATEN_CPU_CAPABILITY limits both.
+    """The largest level that this machine supports and torch can use. ATEN_CPU_CAPABILITY limits torch and the level.
 
     With matrix units (AMX), torch is faster than the kernels for many tokens. On two cores of a Sapphire Rapids, 512
     tokens and 2048 x 2048 bfloat16 weights took 97 ms in torch and 513 ms in the kernel. On two cores of another Xeon,

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 #: `fast` rounds activations for int8 and int4 weights to 8 bits, `exact` to 16; `off` disables C++ kernels.
 CpuKernels = Literal["fast", "exact", "off"]
 REFERENCE = "reference"
-#: Name that disables CUDA graphs, in the same setting as operators.
+#: Name that disables CUDA graphs in the setting `disabled_ops`.
 CUDA_GRAPH = "cuda_graph"
 
 #: Shapes of examples without a model.
@@ -136,7 +136,7 @@ class Ops:
         return "cpu" in self.chosen.values()
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of torch's matrix products. With C++ kernels, float16 lacks the range of their float32 stream."""
+        """The dtype of torch's matrix products. C++ kernels have a float32 stream, whose range float16 lacks."""
         return torch.float32 if self.is_native and dtype is torch.float16 else dtype
 
     def uses(self, name: str, candidate: str | None = None) -> bool:
@@ -157,7 +157,7 @@ def discover() -> tuple[Op, ...]:
 def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None = None) -> Ops:
     """For each operator the first candidate that is supported, correct and enabled, else the reference.
 
-    `disabled`: operators, candidates of one (`linear_int8.triton`), or candidates of all (`triton`).
+    `disabled`: names of operators, of a candidate of one operator (`linear_int8.triton`), or of all (`triton`).
     """
     registered = {op.name: op for op in (discover() if ops is None else ops)}
     chosen = dict.fromkeys(registered, REFERENCE)

@@ -27,7 +27,7 @@ class Chain(Protocol):
     def can_run(self, x: Tensor, attend: Attend) -> bool: ...
 
     def __call__(self, x: Tensor, attend: Attend, num_layers: int) -> None:
-        """Compute the first layers. Shapes: x float32 (N, C), changed in place."""
+        """Compute the first `num_layers` layers. Shapes: x float32 (N, C), changed in place."""
         ...
 
 

@@ -99,7 +99,7 @@ def pack_linears(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 
 
 def pack_int8_beside(model: nn.Module, ops: Ops) -> None:
-    """Quantize to int8 the layers outside a quantized decoder that allow it."""
+    """Quantize the layers whose `quantizable` is "int8": those of towers and projectors, and the head."""
     if not ops.uses("linear_int8", "cpu"):
         return
     for layer in model.modules():

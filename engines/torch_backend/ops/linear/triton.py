@@ -15,7 +15,7 @@ from torch import Tensor
 from engines.torch_backend.ops.triton_types import product_dtype
 
 _OUTPUTS = 16  # per program: few, so that even the narrowest product fills the device
-_INPUTS = 256  # int8 inputs per iteration, because a row of weights is contiguous
+_INPUTS = 256  # int8 inputs per iteration: many, because a row of weights is contiguous
 _GROUPS = 4  # groups of 64 int4 inputs per iteration
 
 

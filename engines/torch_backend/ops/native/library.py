@@ -1,6 +1,6 @@
 """The compiled kernels as Python functions over tensors. ctypes releases the GIL during a call.
 
-Operators select the kernels and test them.
+The `cpu.py` files of operators call these functions. `choose` of ops/registry.py tests the operators at startup.
 
 Shape letters: M tokens, K inputs, N outputs, S sequences with one new token, H query heads, D head width.
 """
@@ -103,7 +103,7 @@ class NativeKernel:
         self.num_inputs = weights[0].num_inputs * (2 if before is Before.SILU_GATE else 1)
         self.num_outputs = sum(part.num_outputs for part in weights)
         self.fuses_prologue = True
-        self.max_tokens = 1 << 30  #: torch is faster for more tokens
+        self.max_tokens = 1 << 30  #: no limit; ops/linear/cpu.py lowers it where torch is faster
         self._library = library
         self._kept = (weights, gain)  # the kernel reads their memory
         structs = (to_struct(part) for part in weights)

@@ -49,7 +49,7 @@ struct RoundedTokens {
         const int64_t in_larger = num_larger_ * (least_ + 1);
         return token < in_larger ? token / (least_ + 1) : num_larger_ + (token - in_larger) / least_;
     }
-    // Offset of a token's inputs from k on, a multiple of ROUNDED_WIDTH. `within` is the token's index in its block.
+    // Offset of a token's inputs from k (a multiple of ROUNDED_WIDTH) on. `within` is the token's index in its block.
     int64_t place(int64_t block, int64_t within, int64_t k) const {
         return first(block) * width + k * size(block) + within * ROUNDED_WIDTH;
     }

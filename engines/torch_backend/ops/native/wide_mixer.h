@@ -41,7 +41,7 @@ inline __m512i join(const BFloat16* first, const BFloat16* second) {
 #endif
 
 // Multiplies rows by B blocks of sixteen columns, a lane of each at a time. Shapes in lanes: rows (6, K), columns
-// (B, K, 16), blocks `block_stride` lanes apart, sums (6, B * 16), rows `stride` apart.
+// (B, K, 16) with blocks `block_stride` lanes apart, sums (6, B * 16) with rows `stride` apart.
 template <class T, int B>
 void multiply_wide(const T* const (&rows)[WIDE_ROWS], const T* columns, int64_t lanes, int64_t block_stride, float* sums, int64_t stride) {
     __m512 local[WIDE_ROWS][B];

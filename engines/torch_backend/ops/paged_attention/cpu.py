@@ -114,7 +114,7 @@ class PagedAttention:
             out.data_ptr(),
             self._num_threads,
         )
-        if self.is_fused:  # the kernel has rotated and written all tokens, but attended for decodes
+        if self.is_fused:  # the kernel rotated and wrote all tokens, but attended only for decodes
             by_head = numbers.to(self._pool.dtype).unflatten(1, (-1, self._struct.head_dim))
             num_kv_heads = self._struct.num_kv_heads
             widths = [self._struct.num_heads, num_kv_heads, num_kv_heads]

@@ -1,7 +1,7 @@
-"""Paged attention on a GPU: Triton kernels rotate, write and decode; torch's flash attention computes longer runs.
+"""Paged attention on a GPU: Triton kernels rotate, write and decode; flash attention computes other sequences.
 
 `torch.nn.attention.varlen` is new: torch 2.11 lacks grouped heads, and the interface can change. If it is missing or
-returns wrong results, the reference computes steps with longer runs.
+returns wrong results, the reference computes steps in which a sequence has several new tokens.
 """
 
 import inspect

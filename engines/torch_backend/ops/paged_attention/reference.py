@@ -34,7 +34,7 @@ class Heads:
     is_bidirectional: bool = False  #: whether it applies the step's bidirectional spans
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Shapes: query (N, H, D), key (N, K, D), kept."""
+        """Shapes: query (N, H, D), key (N, K, D); returns the same."""
         if self.query_norm is not None:
             query = self.query_norm(query)
         return query, key if self.key_norm is None else self.key_norm(key)

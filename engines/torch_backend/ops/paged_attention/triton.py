@@ -36,7 +36,7 @@ def _share(lengths, sequence, part, window, P: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def _cells(table, tokens, seen, kv_head, BLOCK_SIZE: tl.constexpr, K: tl.constexpr):
-    """Offsets of a sequence's tokens in the cache, in vectors of one head."""
+    """Offsets of a sequence's tokens in the cache, counted in vectors of one head."""
     blocks = tl.load(table + tokens // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
     return (blocks * BLOCK_SIZE + tokens % BLOCK_SIZE) * K + kv_head
 
@@ -235,6 +235,6 @@ def attend_decodes(
 
 
 def choose_num_parts(num_rows: int, max_context: int) -> int:
-    """Enough parts to fill the device, each at least a tile. A power of two, because each number is compiled."""
+    """Enough parts to fill the device, each at least a tile. A power of two, to compile fewer variants."""
     wanted = min(_WANTED_PROGRAMS // num_rows, -(-max_context // _TILE), _MAX_PARTS)
     return 1 << max(wanted, 1).bit_length() - 1
