@@ -43,7 +43,7 @@ _NEVER_READ = frozenset({
     "distributed_config", "custom_pipelines", "dtype", "torch_dtype", "torchscript", "output_attentions",
     "output_hidden_states", "return_dict", "name_or_path", "use_cache", "gradient_checkpointing", "quantization_config",
 })  # fmt: skip
-#: Fields that name a timm model, which can have a source before a colon.
+#: Fields that name a timm model. A prefix that ends with a colon, such as `hf-hub:`, is its source.
 _TIMM_NAMES = frozenset({"architecture", "backbone"})
 _FLOAT = "__float__"
 _MAX_THETA = 1e12
@@ -86,7 +86,7 @@ def _safe_fields(section: Fields) -> dict[str, Any]:
             continue
         if name in _TIMM_NAMES and ":" in str(value):
             raise section.refuse(
-                name, f"is {shown(value)}; a timm model must be named without a source"
+                name, f"is {shown(value)}; name a timm model without a prefix like hf-hub:"
             )
         if name == "model_args" and not _are_sizes(value):
             raise section.refuse(name, f"is {shown(value)}, not an object of numbers")
@@ -190,7 +190,7 @@ def llama_config(section: Fields, full: Any, tied: bool = False) -> TextConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim or full.hidden_size // num_heads,
-        # within a sliding window, attention is full
+        # up to the length of a sliding window, attention is full
         max_position_embeddings=min(positions, getattr(full, "sliding_window", None) or positions),
         rms_norm_eps=full.rms_norm_eps,
         rope_theta=theta,

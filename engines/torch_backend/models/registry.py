@@ -39,7 +39,7 @@ class FamilyModel(nn.Module):
     config: Any  #: the family's configuration; `text` describes the decoder
     vision_tower: Any  #: for fixed-size images, which are encoded in batches; else None
     multi_modal_projector: Any
-    #: The decoder, if the runner runs a `Llama` over one KV cache pool.
+    #: The `Llama` that the runner runs over one KV cache pool; None in generic models.
     language_model: Any
     speed_path = "native"  #: implementation of the decoder: `native`, `lowered` or `generic`
     converts_weights = False  #: whether `take` needs weights as they are stored
@@ -76,7 +76,7 @@ class FamilyModel(nn.Module):
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """The linear layers that hold the rows of a transformers layer, with row numbers; None: all rows in order.
+        """The layers that hold the rows of a transformers layer, each with its row numbers; None: all rows in order.
 
         Names are relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
@@ -160,7 +160,7 @@ class FamilyModel(nn.Module):
 
 
 class ModelFamily(Protocol):
-    """One kind of checkpoint. The methods are called in this order."""
+    """One kind of checkpoint. `check` is called first; the other methods use its result."""
 
     architectures: tuple[str, ...]  #: in `config.json`
     model_type: str  #: for a `config.json` without architectures

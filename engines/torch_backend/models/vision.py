@@ -68,14 +68,14 @@ class TowerBlock(nn.Module):
         self._product_dtype = ops.product_dtype(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (B, T, C), kept."""
+        """Shapes: (B, T, C); returns (B, T, C)."""
         is_native = self._widen.computes(x.shape[0] * x.shape[1])
         dtype = x.dtype if is_native else self._product_dtype or x.dtype
         x = x + self._out.forward(self._mix(self.layer_norm1(x).to(dtype)).to(dtype))
         return x + self._narrow.forward(self._widen.forward(self.layer_norm2(x).to(dtype)))
 
     def _mix(self, x: Tensor) -> Tensor:
-        """Attention within each image. Shapes: (B, T, C), kept."""
+        """Attention within each image. Shapes: (B, T, C); returns (B, T, C)."""
         qkv = self._in.forward(x).to(self._dtype or x.dtype)
         q, k, v = qkv.flatten(0, 1).unflatten(-1, (3, self._num_heads, -1)).unbind(1)
         lengths = [(x.shape[1], x.shape[1])] * len(x)

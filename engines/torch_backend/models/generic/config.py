@@ -27,7 +27,7 @@ class GenericConfig:
 
     @property
     def kind(self) -> str:
-        """Key of `TESTED`: the class, and for models with a tower also the decoder's type."""
+        """Key of `TESTED` in tested.py: the class, and for models with a tower also the decoder's type."""
         name, text = self.model_class.__name__, self.full.get_text_config(decoder=True)
         return f"{name}/{text.model_type}" if self.takes_media else name
 

@@ -446,7 +446,7 @@ class GenericModel(FamilyModel):
         return found
 
     def _beside_sampled(self, name: str, features: Tensor, is_feature: Tensor) -> Tensor:
-        """Rows of all slot tokens: features, or "no feature" if the model sampled it. Shapes: (slots, levels * C)."""
+        """Rows of all slot tokens: features, or `_no_feature` for sampled tokens. Shapes: (slots, levels * C)."""
         if name not in self._no_feature:
             # a row that gives a slot token the same embedding as in a prompt without images
             slot_id: Any = getattr(self.inner.config, f"{name}_token_id")

@@ -96,7 +96,7 @@ def _worst(sequence: Sequence, found: dict[str, list[Tensor]], scores: Tensor) -
 
 
 def _make_sequences(runner: Any, token_ids: list[int]) -> list[Sequence]:
-    """Sequences with ascending blocks from the start of the pool and descending blocks from its end."""
+    """One sequence with ascending blocks from the start of the pool, one with descending blocks from its end."""
     generator = torch.Generator().manual_seed(0)
     free = list(range(runner.num_blocks))
     share = runner.num_blocks // len(LENGTHS) * runner.block_size

@@ -75,7 +75,7 @@ class LayerState:
 
     @classmethod
     def join(cls, states: list["LayerState"]) -> "LayerState":
-        """Join states of several sequences in new memory, because mixers can modify the state of a single token."""
+        """Join states of several sequences in new memory, because mixers can modify them in place for one token."""
         first = states[0]
         joined = {key: torch.cat([state.tensors[key] for state in states]) for key in first.tensors}
         return cls(joined, first.kernels)
@@ -142,7 +142,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 class Mixer:
-    """Replaces the forward pass of a layer with a state."""
+    """Replacement for the forward pass of a layer that keeps a state."""
 
     def __init__(self, module: nn.Module, states: SequenceStates) -> None:
         self._forward: Any = module.forward
@@ -153,7 +153,7 @@ class Mixer:
         self._seen: Tensor | None = None
 
     def measure(self) -> None:
-        """Measure the size of a state with the layer's last input."""
+        """Compute the layer's last input again, to measure the size of a state."""
         if self._seen is not None:
             state = LayerState()
             self._forward(self._seen, **{self._name: state})

@@ -155,7 +155,7 @@ class _DecoderInputs(nn.Module):
         return self.embed_tokens
 
     def taken(self) -> Tensor:
-        """Embeddings of the last call, and features of the first layers. Shapes: (N, C), or (N, C + levels * C)."""
+        """Last call's embeddings, and features added after the first layers. Shapes: (N, C), or (N, C + levels * C)."""
         assert self._given is not None
         (embeddings, slots, levels), self._given = self._given, None
         columns = [embeddings]

@@ -18,7 +18,7 @@ from engines.torch_backend.models.llama import Llama
 
 
 def order_of_pairs(num_rotated: int, head_dim: int, are_neighbours: bool) -> Tensor | None:
-    """Channel order with rotary pairs half a head apart, which keeps dot products; None: unchanged. Shapes: (D,)."""
+    """Channel order with rotary pairs half a head apart; dot products stay equal. None: unchanged. Shapes: (D,)."""
     if num_rotated == head_dim and not are_neighbours:
         return None
     rotated = torch.arange(num_rotated)
@@ -33,7 +33,7 @@ def find_stack(model: nn.Module) -> tuple[str, Any]:
     for name, module in model.named_modules():
         if all(isinstance(getattr(module, part, None), nn.Module) for part in parts):
             return name, module
-    raise BeyondOurProgram(f"no decoder of {', '.join(parts)}")
+    raise BeyondOurProgram(f"no module has {', '.join(parts)}")
 
 
 def read_decoder(front: Any, stack: Any, dtype: torch.dtype, order: Tensor | None = None) -> Llama:
@@ -231,7 +231,7 @@ def _read_layer(layer: nn.Module, spec: LayerSpec) -> tuple[dict[str, Tensor], s
         modules.keys() & {*of_stream, *_HEAD_NORMS}
     )
     if odd := names ^ {*_LINEARS, *wanted}:
-        raise BeyondOurProgram(f"a layer has or lacks modules: {', '.join(sorted(odd))}")
+        raise BeyondOurProgram(f"a layer lacks or adds modules: {', '.join(sorted(odd))}")
     norms = {name: _read_norm(modules[name]) for name in wanted}
     scale = spec.scale * spec.key_dim**0.5
     if abs(scale - 1) > 1e-6:

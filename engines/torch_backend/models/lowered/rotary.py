@@ -89,7 +89,7 @@ class Rotary:
 
 
 def _in_halves(x: Tensor) -> Tensor:
-    """Reorder the angles of neighbouring channels to the halves of a head. Shapes: (N, D), kept."""
+    """Reorder channels to the halves of a head if neighbours have equal angles. Shapes: (N, D); returns (N, D)."""
     left, right = x[:, ::2], x[:, 1::2]
     return torch.cat([left, right], dim=1) if torch.equal(left, right) else x
 
