@@ -26,7 +26,7 @@ UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
 #: Minimum number of prompt tokens that a step computes before a missing image, because each step reads all weights.
 FEWEST_TOKENS = 64
-#: Maximum time for images in a step in which no request decodes. It delays the watchdog, new requests and aborts.
+#: Maximum time for images in a step in which no request decodes. More delays the watchdog, new requests and aborts.
 SECONDS_ALONE = 0.25
 
 
@@ -144,10 +144,10 @@ class ImageEncoder:
     ) -> tuple[float, dict[str, int], frozenset[str]]:
         """Encode the images that a step reads and that are not in the cache.
 
-        `max_vision_s` limits the time in steps in which other requests decode, and `SECONDS_ALONE` in other steps. None
-        means no limit. While other requests decode, a step computes either images or tokens of a request. Returns the
-        seconds spent, and `num_computed` and `over_budget` of the step's result. Encoded images are pinned for their
-        requests. Raises: SequenceFailure.
+        The time is limited to `max_vision_s` in steps in which other requests decode, else to `SECONDS_ALONE`. None
+        means no limit in any step. While other requests decode, a step computes either images or tokens of a prompt.
+        Returns the seconds spent, and `num_computed` and `over_budget` of `StepResult`. Encoded images are pinned for
+        their requests. Raises: SequenceFailure.
         """
         missing = self._find_missing(items)
         if not missing:

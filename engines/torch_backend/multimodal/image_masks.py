@@ -1,4 +1,4 @@
-"""Finds out from a model's `create_masks_for_generate` which prompt tokens attend to later tokens, as in images."""
+"""Finds out from a model's `create_masks_for_generate` which tokens attend to later ones, as those of an image may."""
 
 import inspect
 from typing import Any
@@ -25,8 +25,8 @@ def binds_prompts(model: PreTrainedModel) -> bool:
 def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None:
     """The layer types in which an image's slots attend to each other; None: all layers.
 
-    Windows hide distant earlier tokens inside images too. Raises: UnsupportedCheckpoint if the model's hook creates any
-    other mask.
+    In layers with a window, it hides earlier tokens of the same image too. Raises: UnsupportedCheckpoint if the model's
+    hook creates any other mask.
     """
     if binds_prompts(model):
         return None

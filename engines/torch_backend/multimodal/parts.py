@@ -40,7 +40,7 @@ def in_parts(compute: Callable[[], T]) -> Generator[None, None, T]:
         with mode:
             return compute()
 
-    # Only the generator references the greenlet, so the call ends with it, whichever thread collects it.
+    # Only the generator references the greenlet, so the call ends when the generator is deleted, in any thread.
     call = greenlet.greenlet(run)
     while True:
         yield
@@ -68,7 +68,7 @@ class _Parts(TorchFunctionMode):
         super().__init__()
         self.began_at = 0.0  #: start of the current part
         self._smallest_piece = PIECE_FLOPS_PER_THREAD * torch.get_num_threads()
-        self._flops_per_s: dict[Any, float] = {}  # speed of the last pieces, by value of `_CUTS`
+        self._flops_per_s: dict[Any, float] = {}  # speed of the last pieces, by `find_cut`
 
     def __torch_function__(
         self, func: Any, types: Any, args: _Arguments = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +86,7 @@ class _Parts(TorchFunctionMode):
             ended_at = time.perf_counter()
             if cut is not None and 2 * cut.flops > self._smallest_piece:
                 self._flops_per_s[find_cut] = cut.flops / max(ended_at - started_at, 1e-6)
-            # Not within vmap, which builds masks, because torch would vectorize the other code too.
+            # Do not switch inside vmap, which builds masks: torch would vectorize the other code too.
             if ended_at - self.began_at >= PART_S and peek_interpreter_stack() is None:
                 parent = greenlet.getcurrent().parent
                 assert parent is not None
@@ -118,7 +118,7 @@ def _narrow(key: int | str, argument: Any, cut: _Cut, start: int, count: int) ->
 
 
 def _first_dim(x: Tensor, num_dims: int) -> int | None:
-    """The first of the leading dimensions that is longer than 1, counted from the end."""
+    """The first of the leading `num_dims` dimensions that is longer than 1, as a negative index."""
     return next((d - x.ndim for d in range(num_dims) if x.shape[d] > 1), None)
 
 

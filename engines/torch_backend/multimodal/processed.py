@@ -46,7 +46,7 @@ class ProcessedImage:
         return own + (self.among_others.nbytes if self.among_others else 0)
 
     def steps(self, start: int, stop: int) -> "ProcessedImage":
-        """The steps from `start` to before `stop`."""
+        """The steps `start` to `stop - 1`."""
 
         def part(x: Any, dim: int = 0) -> Any:
             if not isinstance(x, Tensor) or x.shape[dim] % len(self.step_slots):

@@ -100,7 +100,7 @@ class Audios:
             for name, x in dict(made).items()
             if name in self._wanted
         }
-        # Gemma 3n has the same number of slots for audio of any length
+        # inputs are checked too, because Gemma 3n has slots even for empty audio
         if num_slots == 0 or any(x.numel() == 0 for x in inputs.values()):
             raise InvalidImage("The audio is too short: it results in no tokens.")
         return ProcessedImage(

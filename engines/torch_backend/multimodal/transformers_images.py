@@ -1,7 +1,7 @@
 """Processes images, videos and audio with a checkpoint's transformers processor, one at a time.
 
 The processor provides an item's text in the prompt (`replace_image_token`); the model's own methods compute its
-positions. Images are decoded before the processor gets them; only the frames that it samples from a video are decoded.
+positions. Images are decoded before the processor gets them; of a video, only the frames that it samples are decoded.
 """
 
 import inspect
@@ -44,7 +44,7 @@ from shared.protocol import MediaKind
 
 
 class _Steps(NamedTuple):
-    """Temporal steps of a model's videos. They are encoded independently, which splits long videos into chunks."""
+    """Temporal steps of a model's videos. They are encoded independently, so long videos can be split into chunks."""
 
     dim: int = 0  #: dimension of the steps in the pixels
     num_after: int = 0  #: number of features after the last step's features
@@ -99,8 +99,8 @@ _OF_POSITIONS = frozenset({"feature_attention_mask", "second_per_grid_ts", "vide
 _WRITES_AROUND = frozenset({"Qwen3VLProcessor"})
 #: Video processors that sample at a rate, up to a number of frames. Other processors accept a rate or a number.
 _SAMPLES_AT_RATE = frozenset({"SmolVLMVideoProcessor"})
-#: Models trained with the text after a video at the video's largest position + 1. Transformers 5.23 puts this text at
-#: the video's first position plus the height or width of the grid (huggingface/transformers #45381).
+#: In the training of these models, text after a video began at the video's largest position + 1. In transformers 5.23
+#: it begins at the video's first position plus the height or width of the grid (huggingface/transformers #45381).
 _BEHIND_VIDEOS = frozenset(
     {"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"}
 )
@@ -197,7 +197,7 @@ class PositionHooks:
         return {p.name: p.default is p.empty for p in parameters if p.kind not in kinds}
 
     def lets_images_see_themselves(self) -> bool:
-        """Whether an image's tokens attend to each other in a layer. Raises: UnsupportedCheckpoint for other masks."""
+        """Whether image tokens attend to each other in any layer. Raises: UnsupportedCheckpoint for other masks."""
         return bidirectional_layers(self._model) != frozenset()
 
 
@@ -215,7 +215,7 @@ class TransformersImages(MultimodalProcessor):
         texts = tokenizer.convert_ids_to_tokens(list(ids))
         if None in texts:
             raise UnsupportedCheckpoint(
-                f"the tokenizer lacks tokens of visual_indicator_token_ids, {ids} in config.json"
+                f"the tokenizer lacks a token of visual_indicator_token_ids ({ids} in config.json)"
             )
         self._indicators: dict[str, int] = {text: place for place, text in enumerate(texts)}
         super().__init__(_LAYOUTS.get(type(processor).__name__, ""))
@@ -363,14 +363,14 @@ class TransformersImages(MultimodalProcessor):
 
     @property
     def image_tokens(self) -> int:
-        """Number of slots of a large image. Raises: UnsupportedCheckpoint if the processor cannot process one image."""
+        """Maximum number of slots of an image. Raises: UnsupportedCheckpoint if the processor fails for a sample."""
         name = type(self._processor).__name__
         images = self._processor.image_processor
         try:
             own = _own_area(images)
             area = self.max_pixels or own or _SAMPLE_PIXELS
             most = min(area, own) // (images.patch_size * images.merge_size) ** 2 if own else 0
-            # Large images have the most tiles; one just above the limit is rounded up.
+            # Large images have the most tiles. A size just above the limit can be rounded up.
             areas = min(4 * area, max(area, _LARGEST_SAMPLE)), 1.3 * area
             # Wide and tall images have more tiles, or more rows with a token of their own.
             sizes = [
@@ -497,7 +497,7 @@ class _Videos:
         return self._at_rate(fewer, info)
 
     def _at_rate(self, options: dict[str, Any], info: VideoInfo) -> dict[str, Any]:
-        """Options that make a processor that samples at a rate return `num_frames` frames."""
+        """Options with which a processor that samples at a rate returns `num_frames` frames."""
         processor = self._processor.video_processor
         if type(processor).__name__ not in _SAMPLES_AT_RATE:
             return options
