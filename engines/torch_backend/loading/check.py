@@ -23,5 +23,5 @@ def check_model(
 
 
 def check_memory(num_weight_bytes: int, device: torch.device, quantization: str = "none") -> None:
-    """Raises: ModelTooLarge for weights that do not fit at any precision. The loader checks the exact size later."""
+    """Raises: ModelTooLarge if even the lowest estimate does not fit. The loader checks the exact size later."""
     require_memory(num_weight_bytes * _LEAST_RATIO[quantization], device, "at least")

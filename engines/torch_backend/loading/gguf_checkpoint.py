@@ -1,8 +1,8 @@
 """Opens a GGUF file as a transformers checkpoint: converts configuration, tokenizer and names, and maps tensors.
 
 Used for `--model FILE.gguf`, together with the `mmproj` file in the same directory (CLIP's tower and LLaVA's
-projector), if any. Tensors that do not belong to the architecture are refused by name. Transformers reads the header
-and converts the tokenizer.
+projector), if any. A tensor that does not belong to the architecture is an error that names it. Transformers reads
+the header and converts the tokenizer.
 """
 
 import hashlib

@@ -48,7 +48,7 @@ class PublishedLinears:
 
     @property
     def forms(self) -> set[Form]:
-        """Forms of the layers in a model that can hold integers."""
+        """The forms of the layers, if the model can hold integers."""
         return {layout.form for layout in self.layouts.values()}
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
@@ -133,7 +133,7 @@ class PublishedLinears:
         return weights.numbers() if isinstance(weights, Integers) else weights
 
     def _read(self, linear: StoredLinear) -> Integers | Tensor:
-        """Read weights and check that they are finite. GGUF has scales inside byte blocks, and FP8 can be NaN."""
+        """Read weights and check that they are finite: `StoredTensor.map` checks neither FP8 nor blocks of GGUF."""
         weights = self._reader.read(linear)
         numbers = [weights]
         if isinstance(weights, Integers):

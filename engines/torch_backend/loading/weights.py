@@ -113,7 +113,8 @@ class WeightReader:
         path, _, name = (self.rename(stored_name) or "").rpartition(".")
         if not stored_name.endswith(name):
             return None, stored_name
-        return find_layer(self.model, path), name  # `take` refuses an unknown weight by name
+        # an unknown weight has no layer; `FamilyModel.take` later raises an error that names it
+        return find_layer(self.model, path), name
 
     def _dtype_in(
         self, layer: nn.Module | None, shape: tuple[int, ...], stored: torch.dtype
@@ -147,8 +148,8 @@ def load_model(
     """Load a checkpoint, and quantize its decoder if `scheme` is given.
 
     `progress` is called with the completed ratio. With a scheme, `seconds["quantize"]` is set to its duration. If
-    `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same `ops`. The tower
-    and projector of a quantized decoder then become int8 too.
+    `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same `ops`. If the
+    decoder is quantized, tower and projector then become int8 too.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_weights(directory)
@@ -170,7 +171,7 @@ def load_model(
             published.stand_ins = {}
 
     def check_size(by: WeightReader, kept_names: Collection[str] = ()) -> None:
-        """Check memory for tensors as `by` reads them; `reader` reads `kept_names`. Raises: ModelTooLarge."""
+        """Check that all tensors fit if `reader` reads `kept_names` and `by` the others. Raises: ModelTooLarge."""
         needed = sum(
             (reader if tensor.name in kept_names else by).num_bytes(tensor) for tensor in stored
         )

@@ -175,7 +175,7 @@ def _has_packed_zeros(linear: StoredLinear, scheme: _Scheme) -> bool:
 
 
 def _zeros(linear: StoredLinear, scheme: _Scheme, num_rows: int) -> Tensor | None:
-    """Shapes: returns (number of scales' rows, G)."""
+    """Shapes: returns (num_rows, G)."""
     if "weight_zero_point" not in linear.parts:
         return None
     zeros, middle = linear.read("weight_zero_point"), 2 ** (scheme.bits - 1)

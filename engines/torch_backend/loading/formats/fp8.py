@@ -1,6 +1,6 @@
 """FP8 weights with floating-point scales: one per tensor, per output, or per block of outputs and inputs.
 
-Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`; both names hold factors of weights.
+Layout: `weight` (N, K) of float8_e4m3fn, and `weight_scale_inv` or `weight_scale`, which both multiply the weights.
 Quantization settings of activations are ignored, because activations stay in the engine's precision.
 Source: DeepSeek-V3, transformers' `FineGrainedFP8Config`, AutoFP8, FBGEMM.
 """

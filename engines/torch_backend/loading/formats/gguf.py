@@ -21,7 +21,7 @@ FLOATS = {0: ("F32", torch.float32), 1: ("F16", torch.float16), 30: ("BF16", tor
 DTYPE = torch.float16  #: dtype of dequantized weights
 _Q4_0, _Q4_1, _Q5_0, _Q5_1, _Q4_K = 2, 3, 6, 7, 12
 _GROUP = 32
-#: Types that llama.cpp uses for rows that are not a multiple of 256. Transformers' tables lack them.
+#: Types that llama.cpp uses for rows whose length is not a multiple of 256. Transformers' tables lack them.
 GGML_BLOCK.update({_Q5_0: (_GROUP, 22), _Q5_1: (_GROUP, 24)})
 GGML_NAME.update({_Q5_0: "Q5_0", _Q5_1: "Q5_1"})
 _CHUNK_WEIGHTS = 1 << 20  # weights dequantized at a time, to bound temporary memory
@@ -133,7 +133,7 @@ def _q5(rows: Tensor, kind: int) -> Tensor:
 
 
 def _q4_k(rows: Tensor) -> Integers:
-    """Blocks of eight groups with 6-bit scales and offsets, and a factor for each. Shapes: uint8 (N, row's bytes)."""
+    """Blocks of eight groups. Two factors multiply their 6-bit scales and offsets. Shapes: uint8 (N, row's bytes)."""
     blocks = rows.unflatten(1, (-1, 144))
     of_scales, of_bases = _halves(blocks, 2).unbind(-1)
     low, high, rest = blocks[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
