@@ -213,7 +213,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        """Capture the common graphs, largest first, because the others reuse its memory. Returns False on failure."""
+        """Capture the common graphs: the largest first, because others reuse its memory. Returns False on failure."""
         try:
             for size in reversed(self._sizes):
                 for kind in (SamplingKind.GREEDY, SamplingKind.RANDOM):

@@ -36,8 +36,8 @@ def plan_kv_cache(
 ) -> tuple[int, int]:
     """Number of blocks of each pool, and the maximum sequence length.
 
-    `num_kv_blocks` or `kv_cache_bytes` sets the number of blocks; the default holds a full batch, if memory is enough.
-    If `max_model_len` is not set, the blocks limit the length. Raises: EngineStartError, with the numbers.
+    `num_kv_blocks` or `kv_cache_bytes` sets the number of blocks; by default, a full batch fits, if memory allows.
+    If `max_model_len` is not set, the blocks limit the length. Raises: EngineStartError for sizes that do not fit.
     """
     if (engine.max_model_len or 0) > text.max_position_embeddings:
         raise EngineStartError(

@@ -40,7 +40,7 @@ _WEIGHT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The delta of a linear layer: up @ down. Shapes: down (r, K), up float32 (N, r), scaled."""
+    """The delta of a linear layer: up @ down. Shapes: down (r, K), up float32 (N, r), times the adapter's scale."""
 
     down: Tensor
     up: Tensor
@@ -314,7 +314,7 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """Adaptable groups. Skips experts (called with some tokens) and stateful layers (called with one sequence)."""
+    """Adaptable groups, without experts (called with some tokens) and stateful layers (called once per sequence)."""
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():

@@ -39,7 +39,7 @@ from engines.torch_backend.step import BidirectionalSpan, SequenceRows, StepInpu
 from engines.torch_backend.threads import set_num_threads
 from shared.protocol import SamplingParams
 
-#: Copies of a sequence's state: before its last step, after it, and of the running step.
+#: Copies of each recurrent state: before and after the sequence's last step, and after the step that is running.
 _STATE_COPIES = 3
 
 
@@ -59,7 +59,7 @@ class TorchRunner:
 
         `ops`: the CPU operators that the model was loaded for; None on a GPU. `free_before_load`: free bytes before the
         weights were loaded; needed because the system counts pages of mapped weights as free.
-        Raises: EngineStartError if memory is too small, or the context is longer than the model's own.
+        Raises: EngineStartError if memory is too small, or `max_model_len` exceeds the model's context.
         """
         if device.index:
             torch.cuda.set_device(device)  # the current device is per thread
@@ -171,7 +171,7 @@ class TorchRunner:
     def warm_up(self) -> None:
         """Compute one image, one prompt and one token, so that the first request is not slower.
 
-        Its KV blocks belong to no sequence; the image cache is empty afterwards.
+        It uses KV blocks before the scheduler assigns any, and empties the image cache afterwards.
         """
         image = self.model.example_image()
         num_slots = 0 if image is None else image.num_tokens
@@ -202,7 +202,7 @@ class TorchRunner:
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
-        # A graph reads tokens on the device, where this step leaves none. Penalties and masks need all earlier tokens.
+        # Graphs read earlier tokens from a buffer that only graphs fill. Penalties and masks need them on the host.
         can_be_followed = not self.runs_async and not (
             result.num_computed or any(needs_host(item.sequence) for item in items)
         )
@@ -251,7 +251,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def logits(self, items: list[ScheduledSequence]) -> Tensor:
-        """Logits after the last token of each item; items of one token come first. Shapes: (items, vocabulary)."""
+        """Logits after each item's last token; items of one new token must come first. Shapes: (items, vocabulary)."""
         self._images.encode_missing(items)
         sequences = _to_rows(items)
         return self._logits(items, sequences, [own.stop - 1 for own in sequences])

@@ -8,7 +8,7 @@ Order: logit bias, repetition penalty, frequency and presence penalty, no end to
 `min_p` (relative to the best) remove tokens; Gumbel noise selects one of the rest. Ties with the last kept token are
 kept. Log probabilities are computed from the model's logits before these changes, as OpenAI reports them.
 
-`sample_random` is captured in CUDA graphs, too: with `is_exact`, it does not wait for the GPU.
+CUDA graphs capture `sample_random` too. With `is_exact`, it never waits for the GPU, as a capture requires.
 
 Shape letters: B rows, V vocabulary.
 """
@@ -62,7 +62,7 @@ def sample(
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence], positions: list[int]) -> Tensor:
-    """Logits after all adjustments; `logits` itself if no sequence needs one. Shapes: (B, V), kept."""
+    """Logits after all adjustments; `logits` itself if no sequence needs one. Shapes: (B, V); returns (B, V)."""
     scores = logits
     for is_asked, adjust in _ADJUSTMENTS:
         rows = [row for row, each in enumerate(sequences) if is_asked(each, positions[row])]
@@ -94,7 +94,7 @@ _FORBIDDEN = ~torch.from_numpy(
 
 
 def _apply_masks(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Mask the tokens that the rows' grammars exclude. Shapes: (B, V), kept. Raises: SequenceFailure."""
+    """Mask the tokens that the rows' grammars exclude. Shapes: (B, V); returns (B, V). Raises: SequenceFailure."""
     masks = b"".join([token_mask(sequences[row]) for row in rows])
     values = torch.frombuffer(bytearray(masks), dtype=torch.uint8).to(scores.device)
     forbidden = _FORBIDDEN.to(scores.device)[values.long()].view(len(rows), -1)
@@ -125,7 +125,7 @@ def _has_penalty(sampling: SamplingParams) -> bool:
 
 
 def _penalise(scores: Tensor, sequences: list[Sequence], rows: list[int]) -> Tensor:
-    """Apply penalties. Repetition (Keskar et al. 2019) counts prompt and output; frequency and presence, the output."""
+    """Apply penalties; repetition (Keskar et al. 2019) counts prompt and output, frequency and presence only output."""
     parts = []
     for sequence in (sequences[row] for row in rows):
         if sequence.token_counts is None:
@@ -216,13 +216,13 @@ def _score_rows(logits: Tensor, sequence: Sequence, positions: range) -> list[Pr
     ]
 
 
-_TAIL = 64  #: more tokens than one step can withdraw
+_TAIL = 64  #: number of last tokens to compare; a step removes fewer
 
 
 class TokenCounts:
     """Distinct tokens of one sequence, and their counts.
 
-    A step costs one update for each new or withdrawn token. A withdrawn token keeps its row, with no-op values.
+    A step updates only the tokens added or removed at the end. A removed token keeps its row, with no-op values.
     """
 
     def __init__(self, sequence: Sequence) -> None:

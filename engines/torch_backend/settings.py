@@ -19,7 +19,7 @@ class TorchSettings(BatchingSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the model's computation; auto: bfloat16 if the device computes it fast, else float32."""
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Quantization of the decoder's weights; with CPU kernels, vision tower and head become int8 too."""
+    """Quantization of the decoder's weights; with CPU kernels, vision tower and output head become int8 too."""
     num_threads: int = Field(default=0, ge=0)
     """CPU threads of each process of the engine; 0: one for a small model, else one per processor that the
     container can use, or fewer if a measurement at startup shows that fewer are faster."""

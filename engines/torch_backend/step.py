@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class SequenceRows(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of one sequence: rows `start` to before `stop` of the step."""
+    """New tokens of one sequence: rows `start` to `stop - 1` of the step."""
 
     start: int
     num_new: int
@@ -34,7 +34,7 @@ class SequenceRows(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BidirectionalSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Rows `start` to before `stop` attend to tokens up to index `last` of their sequence."""
+    """Rows `start` to `stop - 1` attend to tokens up to index `last` of their sequence."""
 
     start: int
     stop: int
@@ -49,10 +49,10 @@ class ImageSlots:
     start: int
     features: Tensor
     kind: str = "image"
-    slots_of: str = "image"  #: as in `ProcessedImage`
+    slots_of: str = "image"  #: see `ProcessedImage` in multimodal/processed.py
 
     def place(self, embeddings: Tensor) -> None:
-        """Replace the embeddings. Shapes: (N, C or more)."""
+        """Write the features over the first channels of their rows. Shapes: embeddings (N, C or more)."""
         stop, width = self.start + len(self.features), self.features.shape[1]
         embeddings[self.start : stop, :width] = self.features.to(embeddings.dtype)
 
@@ -62,7 +62,7 @@ class StepInputs:
     """The new tokens of a step, sequence by sequence; sequences with one new token come first."""
 
     sequences: Sequence[SequenceRows]
-    num_decodes: int  #: leading sequences, with one new token each
+    num_decodes: int  #: number of sequences with one new token, which come first
     token_ids: Tensor  #: (N,)
     positions: Tensor  #: (N,), or (R, N)
     indices: Tensor  #: (N,), index of each token in its sequence
@@ -85,7 +85,7 @@ class StepInputs:
         positions: Sequence[Sequence[int]] = (),
         **others: Any,
     ) -> Self:
-        """`positions` are R rows of N, by default the indices; `others` are further fields."""
+        """`positions` has R rows of N; by default, it is the indices. `others`: values of further fields."""
         indices: list[int] = []
         slots: list[int] = []
         offsets, lengths = [0], []

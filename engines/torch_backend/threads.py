@@ -27,7 +27,7 @@ ONE_THREAD_BYTES = 32 * 2**20
 _PROMPT_TOKENS = 16  #: length of the timed prompt, enough for tiled kernels
 _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
-_HOPELESS = 1.3  #: a slowdown of decoding after which fewer threads are not tried
+_HOPELESS = 1.3  #: if decoding is slower by this factor, even fewer threads are not tried
 _MAX_AGE_S = 86_400.0  #: maximum age of a stored measurement
 _BUSY = 0.05  #: the machine is busy if threads wait for a processor for a larger ratio of the time
 CGROUP = Path("/sys/fs/cgroup")
@@ -38,8 +38,8 @@ OWN_THREADS = Path("/proc/self/task")
 def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None:
     """Set torch's number of threads.
 
-    `asked` 0 on a CPU, unless OMP_NUM_THREADS is set, means one thread for a small model, else torch's default within
-    the container's CPU limit. More threads would be descheduled in the middle of an operation.
+    If `asked` is 0 on a CPU and OMP_NUM_THREADS is not set: one thread for a small model, else torch's default, limited
+    to the processors that the container can use. More threads would be descheduled in the middle of an operation.
     """
     if asked == 0 and device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         present, share = torch.get_num_threads(), cpu_share()
@@ -55,8 +55,8 @@ def set_num_threads(asked: int, device: torch.device, weight_bytes: int) -> None
 def settle_num_threads(runner: ModelRunner, shape: str, library: Library | None) -> None:
     """Use fewer threads than `set_num_threads` chose if steps are faster with them.
 
-    Hyperthreads, or cores of another socket, can slow a step down. Steps are timed once for each `shape` of model, and
-    the times are stored next to the `library`; without one, at each start. Times of a busy machine are not used.
+    Hyperthreads, or cores of another socket, can slow a step down. The times of each `shape` of model are stored next
+    to the `library` for a day; without a library, steps are timed at each start. Times of a busy machine are not used.
     """
     most = torch.get_num_threads()
     if most == 1 or "OMP_NUM_THREADS" in os.environ:

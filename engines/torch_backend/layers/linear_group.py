@@ -31,7 +31,7 @@ class VocabEmbedding(nn.Embedding):
 
 @dataclass(eq=False)
 class Stream:
-    """The residual stream. The next norm adds the output of a layer, in the same pass if possible."""
+    """The residual stream. The output of a layer is stored until the next norm, which can add it in the same pass."""
 
     _x: Tensor  #: (M, C)
     is_own: bool = False  #: whether `_x` has no other reader and can be changed in place
@@ -42,7 +42,6 @@ class Stream:
         self._x, self._delta = self.tensor(), delta
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows."""
         self._x, self.is_own = self.tensor()[rows], True
 
     def tensor(self) -> Tensor:
@@ -97,7 +96,7 @@ class LinearGroup:
         inputs = self._prepare(x, kernel)
         is_ordered = self._order is None or kernel is self._reference
         given = inputs if is_ordered else inputs[:, self._order]
-        if kernel is not self._reference:  # torch multiplies in the engine's precision
+        if kernel is not self._reference:  # the reference uses the engine's precision
             given = given.to(self._dtype or given.dtype)
         is_alone = kernel.adds and self._after is None
         target = add_to.tensor() if add_to is not None and is_alone else None
@@ -114,7 +113,7 @@ class LinearGroup:
 
     def forward(self, x: Tensor) -> Tensor:
         """Call the group for any leading dimensions, in the dtype of x. Shapes: (..., K); returns (..., N)."""
-        # an active function mode splits the whole call, because it cannot split operations inside our kernels
+        # the function mode of multimodal/parts.py can split this call, but not the operations inside our kernels
         if has_torch_function((x,)):
             return handle_torch_function(self._forward, (x,), x)
         return self._forward(x)

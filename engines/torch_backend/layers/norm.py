@@ -14,12 +14,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (N, C), kept."""
+        """Shapes: (N, C); returns (N, C)."""
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        """Shapes: (..., C), kept."""
+        """Shapes: (..., C); returns (..., C)."""
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
