@@ -168,7 +168,7 @@ class Llama(nn.Module):
         chosen = None
         if rows is not None and list(rows) != list(range(len(x))):
             chosen = torch.tensor(rows, dtype=torch.long, device=x.device)
-        # adapters are applied to whole sequences
+        # adapters need the rows of whole sequences in every layer
         in_layer = chosen is not None and not self.is_adapted and len(levels) < len(layers)
         if not self._has_float32_stream:
             stream = Stream(x)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 NOT_FINITE = "The model's features of an image are not finite numbers."
 UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
-#: Minimum number of prompt tokens that a step computes before a missing image, because each step reads all weights.
+#: Minimum number of prompt tokens before a missing image for which a step is worth reading all weights.
 FEWEST_TOKENS = 64
 #: Maximum time for images in a step in which no request decodes. More delays the watchdog, new requests and aborts.
 SECONDS_ALONE = 0.25

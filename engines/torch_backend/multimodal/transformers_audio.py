@@ -30,7 +30,7 @@ TAKES_AUDIO = frozenset(
 )
 #: Processors that accept only one audio file per prompt.
 _TAKES_ONE = frozenset({"AudioFlamingo3Processor", "GlmAsrProcessor"})
-_LENGTH_TOLERANCE_S = 0.05  #: codecs pad the last packet
+_LENGTH_TOLERANCE_S = 0.05  #: tolerated excess length, because codecs pad the last packet
 _TRANSCRIBE = "Transcribe the audio."
 #: Chat template of Voxtral, which transformers leaves to mistral-common. Source: its `InstructTokenizerV7`.
 _VOXTRAL_TEMPLATE = (

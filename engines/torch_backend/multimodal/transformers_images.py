@@ -71,7 +71,7 @@ TAKES_VIDEO = {
     "SmolVLMForConditionalGeneration": _Steps(1),
     "VideoLlama3ForConditionalGeneration": _Steps(),
 }
-#: Outputs of the image encoder that a model's source code reads. The engine keeps only those in `_ROWS`.
+#: Matches the outputs of the image encoder that a model's source code reads. The engine keeps only `_ROWS`.
 _READ = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
 _ROWS = frozenset({
     "pooler_output", "last_hidden_state", "deepstack_features", "visual_indicator_features",

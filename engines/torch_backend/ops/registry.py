@@ -47,7 +47,7 @@ class Site:
     cpu_kernels: CpuKernels = "off"
     level: CpuLevel = field(default_factory=choose_level)
     stored: torch.dtype | None = None  #: dtype of floating-point weights; None: `dtype`
-    joins: bool = False  #: whether weights with a common input can be copied into one
+    joins: bool = False  #: whether weights with a common input can be copied into one tensor
     interprets: bool = False  #: whether kernels can run in Triton's interpreter
     seed: int = 0  #: seed of the examples' numbers
 

@@ -1,4 +1,4 @@
-"""Linear layers of transformers' decoders that run by our operators, optionally quantized."""
+"""Linear layers of transformers' decoders that our operators run, optionally quantized."""
 
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial

@@ -203,7 +203,7 @@ class GenericModel(FamilyModel):
             self.inner(input_ids=ids, position_ids=batched(positions), use_cache=False)
             for mixer in self._mixers:
                 mixer.measure()
-        except Exception as error:  # layers without a mask fail in different ways
+        except Exception as error:  # any type: layers that expect a mask fail in different ways
             own = "" if probe.layers else "its layers bypass transformers' attention interface: "
             raise self._refuse(f"{own}{_explain(error)}") from error
         text = self._text
@@ -277,7 +277,7 @@ class GenericModel(FamilyModel):
             adopt(self.inner, self._name_of(head)).quantizable = "int8"
 
     def allow_int8_beside(self) -> None:
-        """Allow int8 outside the decoder of a model with a tower. In text models, such layers run for every token."""
+        """Allow int8 outside the decoder, but not in text models, where such layers run for every token."""
         if self.config.takes_media:
             allow_int8(self.inner, self._decoder_name, self.inner.get_output_embeddings())
 
@@ -361,7 +361,7 @@ class GenericModel(FamilyModel):
 
     def _encode(self, pixels: ProcessedImage, device: torch.device, dtype: torch.dtype) -> Tensor:
         base: Any = self.inner.base_model
-        if pixels.kind == "audio":  # few models have a separate method that encodes audio
+        if pixels.kind == "audio":  # by a forward pass, as few models have a method for audio
             inputs = {name: placed(x, device, dtype) for name, x in pixels.inputs.items()}
             ids = torch.tensor([[pixels.slot_id] * pixels.num_slots], device=device)
             decoder = self.inner.get_submodule(self._decoder_name)

@@ -25,7 +25,7 @@ class Call:
 
 @contextmanager
 def watching(model: nn.Module) -> Iterator[dict[nn.Module, list[Call]]]:
-    """Record the calls of each module inside the block, in the order of their returns. No calls: an empty list."""
+    """Record the calls of each module inside the block, in the order of their returns; [] for modules without calls."""
     calls: defaultdict[nn.Module, list[Call]] = defaultdict(list)
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

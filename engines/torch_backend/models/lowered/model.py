@@ -41,7 +41,7 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
     """Replace the decoder of a probed `GenericModel` by a `Llama`. Raises: BeyondOurProgram, without changes."""
     stack_name, stack = find_stack(front.inner)
     for module in front.inner.modules():
-        # drop the probe, whose references to all layers would be copied with a layer
+        # drop the probe: it references all layers, so a copy of one layer would copy them all
         module.pages = None
     width = read_decoder(front, stack, dtype).text.head_dim
     rotary = Rotary(stack.rotary_emb, front.num_position_rows, width)
@@ -62,7 +62,7 @@ def lower(front: Any, dtype: torch.dtype) -> "LoweredModel":
 
 
 class LoweredModel(FamilyModel):
-    """Image encoding and embedding of transformers with this project's decoder."""
+    """Transformers' image encoder and merging of embeddings, with this project's decoder."""
 
     converts_weights = True
     speed_path = "lowered"

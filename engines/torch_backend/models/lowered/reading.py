@@ -118,7 +118,7 @@ def _fill(text: TextConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> L
         raise BeyondOurProgram(f"unknown weights or shapes: {', '.join(sorted(odd)[:3])}")
 
     def place(name: str, x: Tensor) -> Tensor:
-        # gains of 1 + w would lose the precision of w
+        # in a lower precision, gains of 1 + w would lose the precision of w
         is_fine = name.endswith("norm.weight") and x.dtype.itemsize > dtype.itemsize
         return x.detach() if x.dim() > 1 or is_fine else x.detach().to(dtype)
 

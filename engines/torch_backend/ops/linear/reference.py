@@ -1,7 +1,7 @@
 """Products of one input with several linear layers, concatenated, in plain torch.
 
 Linear operators are functions `bind(layers, prologue, dtype)` that return a `LinearKernel`, or None for layers that
-they do not support. They can change the layout of the weights.
+they do not support. `bind` can change the layout of the weights.
 
 Shape letters: M tokens, K inputs, N outputs of all layers together.
 """

@@ -81,7 +81,7 @@ class CudaAttention:
 
     @cached_property
     def _runs(self) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Offsets and maximum lengths of new tokens and contexts; slots of all contexts, None without earlier tokens."""
+        """Offsets and maximum lengths of new tokens and of contexts; contexts' slots, None without earlier tokens."""
         _, pool, inputs, _ = self._given
         runs = inputs.sequences[inputs.num_decodes :]
         ends = torch.tensor([(0, 0), *((run.num_new, run.num_context) for run in runs)])
