@@ -247,7 +247,7 @@ class GatewayQueue(Protocol):
         ...
 
     async def raise_usage(self, day: int, sums: Mapping[str, int]) -> None:
-        """Raise the usage of the server that earlier returned `sums` from `usage`, after Redis has lost writes."""
+        """Raise a server's usage to `sums`, which `usage` returned for this server before Redis lost writes."""
         ...
 
     async def raise_spent(self, period: str, spent: Mapping[str, int]) -> None:
@@ -337,7 +337,7 @@ class WorkerQueue(Protocol):
         ...
 
     async def read(self, count: int, block_s: float) -> list[Claim]:
-        """Claim up to `count` waiting calls, plus calls reserved for this worker. Blocks until there is a call.
+        """Claim up to `count` waiting calls, plus calls reserved for this worker. Waits up to `block_s` for a call.
 
         After a worker's first read, calls may be reserved for it.
         """
@@ -350,11 +350,11 @@ class WorkerQueue(Protocol):
     async def reclaim(self, count: int) -> list[Claim]: ...
 
     async def take_scan(self, every_s: float) -> bool:
-        """Returns True if this worker may call `reclaim`, which reads all claims. One worker may in each `every_s`."""
+        """Returns True for one worker in each `every_s`: it may call `reclaim`, which reads all claims."""
         ...
 
     async def end_scan(self) -> None:
-        """Allow all workers to call `reclaim`, because there are more expired leases."""
+        """End the period of `take_scan`, so that all workers can call `reclaim`: more leases may have expired."""
         ...
 
     async def reconcile(self) -> list[Claim]:

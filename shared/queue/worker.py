@@ -45,7 +45,7 @@ from shared.redis.client import (
 Replies = Mapping[bytes, list[Any]]  #: replies of the claim script, by entry
 
 #: An entry that Redis assigns to this worker, but that the worker does not hold, belongs to a lost reply if it is idle for
-#: longer than this. Leases are renewed more often, so that entries of another worker with the same name stay with it.
+#: longer than this. Leases are renewed more often, so entries held by another worker with the same name stay younger.
 UNKNOWN_AFTER_S = 4.0
 #: Interval between renewals of a worker's leases; at most a quarter of a lease, so that late heartbeats do not lose the lease.
 RENEW_EVERY_S = 2.5
@@ -140,7 +140,7 @@ class RedisWorkerQueue(RedisStore):
         if not isinstance(answers, list):  # Redis does not have the script yet
             keys, arguments = (self._queue,), claim[4:]
             answers = await retry_idempotent(lambda: self._sender.run(CLAIM, keys, arguments))
-        # Some replies have no entry in this read: their requests were reserved, or their read's reply was lost.
+        # Some replies have no entry in this read: their requests were reserved, or an earlier read's reply was lost.
         claimed, replies = split_replies(answers)
         others = [entry for entry in entries if entry[0] not in replies]
         if claimed or others:
@@ -167,7 +167,7 @@ class RedisWorkerQueue(RedisStore):
             return []
         entries = await self.entries.seize(idle, self._lease_s)
         for entry_id, _ in entries:
-            self._held.pop(entry_id, None)  # this worker lost it to an owner that has lost it too
+            self._held.pop(entry_id, None)  # lost earlier by this worker, and now by the next owner
         return await self._claim_entries(entries, "reclaimed", count)
 
     async def reconcile(self) -> list[Claim]:
@@ -207,7 +207,7 @@ class RedisWorkerQueue(RedisStore):
                 wakeups.append(entry_id)
                 is_released |= self._note_wakeup(fields[0])
             elif entry_id not in self._held:
-                self._held[entry_id] = 0  # before the first await: other replies may have the entry
+                self._held[entry_id] = 0  # before the first await: concurrent calls skip the entry
                 named.append((entry_id, _request_id(fields)))
         live = await self._claim_all(named, replies or {})
         self.num_claims[kind] += len(live)
@@ -399,7 +399,7 @@ class ClaimScript:
     def __init__(self, keys: RedisKeys, model: str, worker_id: str, max_attempts: int) -> None:
         self._keys = keys
         self._model = model
-        self._read_nonce = token_hex(8)  # the same for all reads: each entry is read once
+        self._read_nonce = token_hex(8)  # one nonce for all reads: each entry is read only once
         self._common: dict[str, Any] = {
             "group": GROUP,
             "worker": worker_id,
@@ -427,7 +427,7 @@ class ClaimScript:
         return keys, {"entry": entry_id.decode(), **nonces, **self._common}
 
     def of_read(self, last_id: bytes, count: int) -> Command:
-        """The command that claims up to `count` requests of the read before it. `last_id`: last entry before the read.
+        """The command that follows a read of `count` entries and claims their requests. `last_id`: last entry before.
 
         The reply is a flat list with, for each request, its entry, its id, the length of the claim's reply, and this
         reply. It is an error if Redis does not have the script.
@@ -542,7 +542,7 @@ class Publisher:
 
     async def _send(self, reply_to: str, batch: list[Publication]) -> dict[str, str]:
         if len(batch) > 1:
-            batch.sort(key=lambda item: item.ending is None)  # see `scripts/publish.lua`
+            batch.sort(key=lambda item: item.ending is None)  # endings first: `scripts/publish.lua`
         keys = [self._keys.mailbox(self._model, reply_to), *self._model_keys]
         keys += keys_of_calls(self._keys, self._model, [item.claim.id for item in batch])
         items = [_to_item(item) for item in batch]
@@ -553,7 +553,7 @@ class Publisher:
 
 
 def _to_item(publication: Publication) -> dict[str, Any]:
-    """The item of the publish script. A failure ends a call at any number of tokens."""
+    """The item of the publish script. A failure has no `index`, because it ends a call at any number of tokens."""
     claim = publication.claim
     item: dict[str, Any] = {
         "attempt": claim.attempt,
