@@ -29,7 +29,7 @@ from shared.packages.store import Entry, PackageStore, StoreError, blob_key
 GRACE_S = 24 * 3600.0  #: blobs younger than this are kept
 #: Generations kept per deployment, in addition to the active one, the candidate and the rollback target.
 KEPT_GENERATIONS = 10
-#: Time limits: reading all records and deleting blobs, each since the collector's mark; waiting for collectors.
+#: After its mark, a collector has LOOK_S to read all records, and deletes until SWEEP_S. Clients wait WAIT_S at most.
 LOOK_S, SWEEP_S, WAIT_S = 15.0, 20.0, 30.0
 _POLL_S = 0.1
 _HOLDS, _COLLECTORS = "gc/holds", "gc/collectors"

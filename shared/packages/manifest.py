@@ -181,7 +181,7 @@ def _check_config(config: PackageConfig, paths: set[str]) -> None:
         raise BadPackage(f"config.protocol is {config.protocol}; only 1 is supported")
     match config.kind:
         case "model":
-            pass  # `engines.registry.check_package` checks engines by name
+            pass  # `engines.registry.check_package` checks packages of models
         case "python":
             module = config.entry.partition(":")[0].replace(".", "/")
             if f"{module}.py" not in paths and f"{module}/__init__.py" not in paths:

@@ -76,7 +76,7 @@ class Revision(msgspec.Struct, frozen=True, omit_defaults=True):
     num_failed: int = 0
     num_crashes: int = 0
     num_failed_starts: int = 0  #: consecutive
-    crash_tenants: tuple[str, ...] = ()  #: tenants in all of the `num_crashes` crashes
+    crash_tenants: tuple[str, ...] = ()  #: tenants with requests in all `num_crashes` crashes
     card: ModelCard | None = None  #: the card that its first instance announced
     is_canary: bool = False
     is_new: bool = False  #: False if a rollback activated it
@@ -396,7 +396,7 @@ def _apply_report(app: App, slot: Slot, report: SlotReport, now: float) -> App:
         return _put(app, replace(slot, phase=report.phase)) if report.phase != slot.phase else app
     if slot.state != "ready":
         app = _put(app, replace(slot, state="ready", since=now, phase=""))
-        if slot.phase or not app.start_s:  # without a phase: ready at its first report
+        if slot.phase or not app.start_s:  # without a phase, the slot's start was not observed
             app = replace(app, start_s=now - slot.since)
         if revision is not None:
             card = revision.card or report.card
@@ -428,7 +428,7 @@ def _fail(app: App, slot: Slot, report: SlotReport, now: float) -> App:
 
 
 def _count_failure(revision: Revision, tenants: Sequence[str]) -> Revision:
-    """Count a failure. Consecutive crashes that all had a tenant in common are attributed to its requests instead."""
+    """Count a failure. Consecutive crashes with a common tenant are counted in `num_crashes`, not in `num_failed`."""
     earlier = revision.crash_tenants if revision.num_crashes else tenants
     common = tuple(tenant for tenant in tenants if tenant in earlier)
     if common:
@@ -474,7 +474,7 @@ def _judge(app: App, loads: Mapping[str, Load], now: float) -> Outcome | None:
     if candidate.num_failed > spec.retry_limit:
         return Outcome("rolled_back", app.message or "its instances ended")
     since = candidate.started_at
-    if candidate.is_canary:  # it was ready, and lost its instances
+    if candidate.is_canary:  # it was ready before: only the restart of its instances counts
         begins = [slot.since for slot in app.of(candidate.digest, "wanted")]
         begins += [now if slot.phase in _INSTALLS else candidate.started_at for slot in starting]
         since = max(begins, default=now)
@@ -521,7 +521,7 @@ def _scale(app: App, loads: Mapping[str, Load], now: float) -> App:
     least = min(max(spec.min_instances, load.min_instances), spec.max_instances)
     most = min(spec.max_instances, max(least, load.max_instances or spec.max_instances))
     desired = min(max(app.desired, least), most)
-    # While a candidate waits for resources, this version may scale down to free them.
+    # A candidate with instances stops this version from scaling down. Until then, scaling down may free resources.
     is_replacing = app.candidate and app.of(app.candidate.digest, "starting", "ready")
     if (load.num_open or is_replacing) and now - app.busy_at > 1.0:  # each update is a write
         app = replace(app, busy_at=now)
@@ -597,7 +597,7 @@ def _retire_idle(app: App, loads: Mapping[str, Load], now: float) -> App:
         if age_s <= SETTLE_S or (may_have_work and age_s <= RETIRE_S):
             continue
         app = _resize(app, revision.digest, 0, now)
-        # if all shards answer, the node can fail the version's remaining requests
+        # the node fails the remaining requests of a removed version, and needs all shards for that
         if load.is_whole and not app.of(revision.digest):
             left = tuple(each for each in app.retiring if each.digest != revision.digest)
             app = _note(replace(app, retiring=left), now, f"{revision.digest[:19]} is gone")
@@ -673,7 +673,7 @@ def _find_lack(revision: Revision, nodes: Mapping[str, NodeRecord]) -> str:
 
 
 def _want(app: App, digest: str, now: float, not_before: float = 0.0) -> App:
-    """Add a wanted slot. Its number is higher than all earlier numbers, also in a record that Redis lost."""
+    """Add a wanted slot. Its number is at least the time in ms, so that it is new even if Redis lost the record."""
     number = max(app.next_slot, int(now * 1000))
     slot = Slot(number, digest, since=now, not_before=not_before)
     return replace(app, next_slot=number + 1, slots=(*app.slots, slot))

@@ -14,7 +14,7 @@ from shared.packages.store import PackageStore, StoreError
 
 NAMESPACE = "vlm-fleet"
 MAX_SIGNATURE_CHARS = 16 * 1024
-#: Prefix of signatures that were verified before they were stored, one per key.
+#: Prefix of the file names of signatures that were verified before they were stored, one per signer's key.
 _BY_KEY = "key-"
 _MAX_UNVERIFIED = 16  # signatures stored by earlier releases, which did not verify them
 _TIMEOUT_S = 20.0
