@@ -75,7 +75,7 @@ def named(*raw: bytes, **arguments: Any) -> tuple[bytes, ...]:
 
 Part = str | bytes | int
 Command = Sequence[Part]
-#: Called with replies in order as they arrive, or once with the error after which none arrive.
+#: Called with the replies, in order, as they arrive. If the exchange fails, the last call has the error.
 OnReplies = Callable[[Sequence[Any], Exception | None], None]
 
 REMIND_AFTER_S = 60.0  #: interval of warnings during an outage
@@ -92,7 +92,7 @@ _NOTHING = memoryview(b"")
 _ERRORS: dict[str, type[Exception]] = {
     "NOSCRIPT": NoScriptError,
     "OOM": OutOfMemoryError,
-    "LOADING": BusyLoadingError,  # a ConnectionError: it is temporary
+    "LOADING": BusyLoadingError,  # a subclass of ConnectionError: idempotent calls are retried
     "READONLY": ConnectionError,  # this server is a replica now; a new connection finds the primary
 }
 
@@ -427,7 +427,7 @@ class RedisSender:
         if failure is not None:
             self._fail(self._sent, failure)
             self._sent.clear()
-            if isinstance(failure, TimeoutError):  # calls that have waited as long fail too
+            if isinstance(failure, TimeoutError):  # older waiting calls have timed out too
                 before = asyncio.get_running_loop().time() - self._link.timeout_s
                 while self._waiting and self._waiting[0].since <= before:
                     settle(self._waiting.popleft().future, failure)

@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 from shared.redis.client import Command, RedisLink, settle
 
 WITHIN_S = 0.5
-#: Interval of checks whether the primary has replicas.
+#: How often to check whether the primary has replicas.
 CHECK_EVERY_S = 1.0
 _MARKER_TTL_MS = 60_000
 
@@ -48,7 +48,7 @@ class Confirmer:
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
         try:
-            async with asyncio.timeout(2 * WITHIN_S):  # a round may already run
+            async with asyncio.timeout(2 * WITHIN_S):  # an earlier round may have to end first
                 await future
         except TimeoutError as error:
             raise exceptions.TimeoutError("no replica has confirmed the write in time") from error

@@ -23,7 +23,7 @@ def setup_logging(settings: LogSettings, process: str) -> None:
         JsonFormatter(process) if settings.format == "json" else TextFormatter(process)
     )
     logging.basicConfig(level=(settings.level or "info").upper(), handlers=[handler], force=True)
-    logging.captureWarnings(True)  # clients can trigger warnings of libraries
+    logging.captureWarnings(True)  # clients can trigger warnings: format them as log lines
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("uvicorn.access").setLevel(logging.WARNING)
 

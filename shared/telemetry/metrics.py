@@ -8,7 +8,7 @@ The latencies, with vLLM's formulas:
 
 - TTFT: request received until the first non-empty text.
 - E2E: request received until the terminal event has been handed to the socket.
-- TPOT: (E2E - TTFT) / (output tokens - 1) of one answer, with the mean length where `n` > 1; undefined for one token.
+- TPOT: (E2E - TTFT) / (output tokens - 1), with the mean tokens per choice if `n` > 1; undefined for one token.
 - ITL: time between consecutive tokens; the gap before an event with k tokens counts as k gaps of 1/k of its length.
 """
 
@@ -377,7 +377,7 @@ class DeploymentMetrics:
 
     def __init__(self, metrics: MetricSet) -> None:
         self._gauges, self._counters = metrics.gauges, metrics.counters
-        self._seen: dict[tuple[str, ...], int] = {}  # also of workers that are silent for a while
+        self._seen: dict[tuple[str, ...], int] = {}  # last counts; a silent worker may return
         self._versions: set[tuple[str, ...]] = set()
 
     def observe(self, apps: Mapping[str, App], workers: Sequence[WorkerRecord]) -> None:

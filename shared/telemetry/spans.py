@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from shared.telemetry.tracing import NS, Attributes, Stage
 
-#: A collector that does not respond delays the end of a process by at most this time.
+#: Maximum time that each exporter can delay the end of the process if its collector does not respond.
 CLOSE_WITHIN_S = 3.0
 
 #: Units and buckets by metric. Source: OpenTelemetry's GenAI conventions, "Metrics".
