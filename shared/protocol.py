@@ -404,7 +404,7 @@ class Usage(Report, frozen=True, omit_defaults=True):
 
 
 class StageTimings(Report, frozen=True, omit_defaults=True):
-    """Seconds in each stage, by the worker's monotonic clock; the time in the queue also by Redis's clock."""
+    """Seconds in each stage, by the worker's monotonic clock. The wait in Redis is measured by Redis's clock."""
 
     queue_s: float = 0.0  #: in Redis until claimed, and in the engine until first scheduled
     preprocess_s: float = 0.0  #: fetch, decode, resize, template, tokenize, add to the engine
@@ -525,7 +525,7 @@ class Tokens(Event, frozen=True):
 
 
 def join_tokens(request_id: str, attempt: int, pieces: Sequence[Any]) -> Tokens:
-    """Merge consecutive tokens, which are events or outputs of an engine, into one event."""
+    """Merge consecutive `Tokens` events, or consecutive outputs of an engine, into one event."""
     first = pieces[0]
     if len(pieces) == 1 and not first.calls:
         return Tokens(
@@ -753,7 +753,7 @@ _any_card_decoder = msgspec.json.Decoder(_AnyCard)
 _card_decoder = msgspec.json.Decoder(ModelCard)
 _encoder = msgspec.json.Encoder()
 _EVENT_TYPES = {kind.__struct_config__.tag for kind in get_args(CallEvent)}
-#: First bytes of a call of this version. A call without a version has version 1, even if its fields match.
+#: First bytes of every call of this version. A call without `version` is of version 1, even if it could be decoded.
 _CALL_HEAD = b'{"version":%d,' % PROTOCOL_VERSION
 
 encode = _encoder.encode
@@ -827,7 +827,7 @@ _FEW_BYTES = 4096  #: maximum size for `count`
 
 
 def _has_more(data: bytes, max_brackets: int) -> bool:
-    """True if there are more opening brackets. `find` searches long data, because `count` is slow in base64."""
+    """True if there are more opening brackets. Long data is mostly base64, where `find` is faster than `count`."""
     if len(data) <= _FEW_BYTES:
         return data.count(b"[") + data.count(b"{") > max_brackets
     num_left = max_brackets
@@ -848,7 +848,7 @@ def is_deeper(data: bytes, max_levels: int) -> bool:
     if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     outline = b"".join(data.split(b'"')[::2]).translate(_TO_BRACKETS, _NO_BRACKETS)
-    for _ in range(_SHALLOW):  # most of a wide value is shallow, and removed quickly
+    for _ in range(_SHALLOW):  # removes most brackets of a value that is wide but not deep
         outline = outline.replace(b"[]", b"")
     depth = _SHALLOW
     for run in _RUNS.finditer(outline):

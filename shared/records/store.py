@@ -15,7 +15,7 @@ _SCRIPTS = Path(__file__).parent / "scripts"
 PUT_RECORD = load_script(_SCRIPTS / "put_record.lua")
 DELETE_RECORD = load_script(_SCRIPTS / "delete_record.lua")
 
-#: Time within which a call whose reply was lost is repeated.
+#: How long Redis keeps the reply of a call, so that a retry after a lost connection gets the same reply.
 _REPLY_S = 60.0
 
 

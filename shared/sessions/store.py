@@ -171,7 +171,7 @@ class SessionStore(RedisStore):
             ):
                 names += [name for name in later if not name.startswith(_TO_COME.encode())]
                 rank += len(later)
-            shown = list(dict.fromkeys(names))[:limit]  # new sessions move others to the next read
+            shown = list(dict.fromkeys(names))[:limit]  # a new session shifts ranks between reads
             found = await self._states([name.decode() for name in shown], max_open)
             gone = [name for name, state in zip(shown, found, strict=True) if state is None]
             if not gone:

@@ -54,7 +54,7 @@ class LimitSettings(Group):
     max_header_bytes: ClassVar[int] = 32 * 1024  #: the request line and all headers
     max_headers: ClassVar[int] = 100
     min_body_rate: ClassVar[int] = 16 * 1024  #: bytes per second of a request body
-    max_slow_uploads: ClassVar[int] = 4  #: of one key: package files with a slow upload
+    max_slow_uploads: ClassVar[int] = 4  #: of one key: concurrent slow uploads of package files
     max_json_depth: ClassVar[int] = 100  #: nesting of a field of arbitrary JSON
     max_image_side: ClassVar[int] = 16_384  #: pixels of the longer side
     max_image_aspect: ClassVar[float] = 200.0  #: longer side over shorter side
