@@ -200,7 +200,7 @@ def usage(
     url: Url = URL,
     api_key: AnyKey = None,
 ) -> None:
-    """Show the usage of your key; of all keys with VLM_GATEWAY__ROOT_KEY or a key with the role admin."""
+    """Show the usage of your key, or of all keys if yours is VLM_GATEWAY__ROOT_KEY or has the role admin."""
     asked = {"from": begin, "to": end, "by": by, "format": "csv" if csv else None}
     query = urlencode({name: value for name, value in asked.items() if value is not None})
     if csv:

@@ -102,7 +102,7 @@ def create(
     body: dict[str, Any] = {name: context.params[name] for name in names}
     if resources:
         body["resources"] = wanted = msgspec.structs.asdict(commands().parse_resources(resources))
-        if "cpu" not in resources:  # without cpu=, the session requires no minimum
+        if "cpu" not in resources:  # the default, cpu=1, is not a minimum of the session
             del wanted["cpu"]
     if common_data:
         body["common_data"] = _read_input(common_data)
