@@ -129,7 +129,7 @@ class Group:
 
 
 def _numbers_of(run: int) -> Iterator[int]:
-    """The numbers of new images. `run` is random, so that no cache has images of a run from an earlier run."""
+    """The numbers of new images. `run` is random, so that no cache has these images from an earlier run."""
     return count(run % NUM_RUNS * NUMBERS_OF_A_RUN)
 
 

@@ -26,7 +26,7 @@ CUT = "no answer before the end of the run"
 def mock_answer(messages: list[Message], usage: dict[str, Any], num_words: int) -> str:
     """The first words of the mock engine's greedy answer: a SHAKE-128 stream of prompt and images, read as words.
 
-    `usage`: the answer's, which has the number of image tokens.
+    `usage`: the usage of the answer, which contains the number of image tokens.
     """
     images = [part for message in messages for part in _parts(message) if "image_url" in part]
     num_image_tokens = (usage.get("prompt_tokens_details") or {}).get("image_tokens", 0)

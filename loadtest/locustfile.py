@@ -93,7 +93,7 @@ def create_asker(environment: Environment, **_: Any) -> None:
     except (AnswerError, ValueError) as error:
         fire(environment, "GET", "models", 0.0, error=error)
         if environment.web_ui is None and environment.runner is not None:
-            gevent.spawn(environment.runner.quit)  # after it has started
+            gevent.spawn(environment.runner.quit)  # deferred, because the runner is still starting
         return
     target = Target(url=url, model=model, api_key=options.api_key)
     order = Order(target=target, workload=workload, plan=Plan(warmup_s=0.0))
