@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between consecutive tokens; the gap before a chunk is shared by the tokens in it."""
+        """Gaps between consecutive tokens; the gap before a chunk is divided among its tokens."""
         counts = tokens_by_chunk([num_chars for _, num_chars in self.chunks], self._num_text_tokens)
         gaps = [after - before for (before, _), (after, _) in pairwise(self.chunks)]
         return [

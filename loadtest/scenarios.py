@@ -34,7 +34,7 @@ class Question:
     on_answer: Callable[[str], None] = take_note
 
 
-#: A kind of question. Each caller has its own random generator, so that runs repeat.
+#: A kind of question. Each caller has its own random generator, so that runs are reproducible.
 Scenario = Callable[[random.Random], Question]
 
 
