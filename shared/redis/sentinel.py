@@ -59,7 +59,7 @@ class SentinelPool(SentinelConnectionPool):
                         link.close()
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
-        """Close the connections to the primary, and to the Sentinels unless only the primary has changed."""
+        """Close the connections to primary and Sentinels; only to the primary if `inuse_connections` is False."""
         await super().disconnect(inuse_connections)
         if inuse_connections:
             if self._watch is not None:

@@ -115,9 +115,9 @@ GATEWAY_METRICS = (
     Metric("vlm_hook_failures_total", "counter", "Hooks that failed or took too long.", ("hook",)),
     Metric("vlm_images_total", "counter", "Images, videos and audio in requests: accepted or refused.", ("outcome",)),
     Metric("vlm_home_requests_total", "counter",
-           "Requests with prefix affinity. home: reserved for the preferred worker; shared: of these, moved to the queue "
-           "after the grace time. Queued for any worker, because: new: no worker is preferred; busy: the preferred worker "
-           "has more than its share, or other requests wait; gone: the preferred worker is gone.", ("outcome",)),
+           "Requests with prefix affinity. home: reserved for the preferred worker; shared: counted as home, but moved "
+           "to the queue after the grace time. Any worker can claim the others. new: no worker is preferred; busy: the "
+           "preferred worker has more than its share, or other requests wait; gone: that worker is gone.", ("outcome",)),
     Metric("vlm_dropped_events_total", "counter",
            "Events of workers for requests that had ended or were superseded."),
     Metric("vlm_redis_up", "gauge",
