@@ -139,9 +139,9 @@ def merge_tokens(events: Sequence[ChoiceEvent]) -> Iterator[ChoiceEvent]:
 def with_ends(
     events: Sequence[ChoiceEvent], *, joins: bool
 ) -> Iterator[tuple[int, CallEvent, Finished | None]]:
-    """Yield the merged events with their choices; the last event of a choice also with its `Finished` event.
+    """Yield (choice, event, end) for the merged events. `end`: `Finished`, for a choice's last event; else None.
 
-    `joins`: yield a choice's last tokens and its `Finished` event as one, if they were published together.
+    `joins`: if tokens of the same attempt directly precede `Finished`, they are the last event, else `Finished` is.
     """
     if len(events) == 1:
         [(index, event)] = events
@@ -180,7 +180,7 @@ class Block(msgspec.Struct):
     def is_whole(self) -> bool:
         """Whether the arguments of a call are complete."""
         arguments = self.text.encode()
-        try:  # raw values, because a number may have any size
+        try:  # values stay raw, because the decoder refuses very large numbers
             return msgspec.json.decode(arguments, type=dict[str, msgspec.Raw]) is not None
         except msgspec.MsgspecError:
             return False
@@ -194,7 +194,7 @@ class Block(msgspec.Struct):
         return msgspec.Raw(self.text.encode() if self.is_whole else b"{}")
 
 
-#: Arguments that nest too deeply for the decoder are whole if all brackets match, because the grammar guarantees JSON.
+#: Arguments that nest too deeply for the decoder are complete if all brackets match: a grammar restricts them to JSON.
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPENED, _CLOSED = re.compile(rb"[{\[]"), re.compile(rb"[}\]]")
 

@@ -313,14 +313,14 @@ def _check_digest(caller: Caller) -> str:
 
 
 _PATH = "/v1/applications/{name}"
-_TRIES = 20  # attempts of a change that conflicts with other changes of the record
+_TRIES = 20  # how often a change is tried while others change the same record
 
 
 class Deploy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest  #: digest of the package's manifest; the store must have its blobs
     spec: SpecBody = SpecBody()
     environment: Environment = Environment()  #: refused for models
-    #: Refuse the deployment if this is not the latest generation.
+    #: Refuse the deployment if the latest generation has another number.
     if_generation: Annotated[int, Meta(ge=0)] | None = None
     #: Signature of the digest, by `ssh-keygen -Y sign -n vlm-fleet`; stored with the package.
     signature: Annotated[str, Meta(max_length=MAX_SIGNATURE_CHARS)] | None = None
@@ -368,12 +368,12 @@ class SlotObject(msgspec.Struct):
 
 class RevisionObject(msgspec.Struct):
     generation: int
-    digest: str  #: digest of the version: the package's; with an environment, a digest of package and environment
+    digest: str  #: of the version: the package's digest, or if there is an environment, a digest of both
     package: str
     environment: dict[str, Any]
     spec: dict[str, Any]
     num_ready: int
-    #: Requests of its current instances: running, finished, failed.
+    #: Requests of its current instances: running or waiting, finished, failed.
     num_running: int
     num_finished: int
     num_failed: int
@@ -712,7 +712,7 @@ class Applications(DeployResource):
 
     @asynccontextmanager
     async def _held(self, digest: str, signature: str | None = None) -> AsyncIterator[Manifest]:
-        """Check a package and its signature. Protect it from deletion in the block. Raises: ApiError, StoreError."""
+        """Check a package and its signature. Keep the package during the `with` block. Raises: ApiError, StoreError."""
         store, signers = self._store, self._settings.signers
         key = await asyncio.to_thread(write_hold, store, package=digest)
         try:

@@ -243,7 +243,7 @@ class ChatMessageParam(IgnoredMessageFields, frozen=True, kw_only=True):
     """A message. Clients can send the message of an answer back with all of its fields; unknown fields are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    #: Omitted only in assistant messages; null only in assistant and tool messages.
+    #: May be omitted only in assistant messages. May be null only in assistant and tool messages.
     content: str | Annotated[list[ContentPart], Meta(min_length=1)] | UnsetType | None = UNSET
     #: The assistant's reasoning; some clients name it `reasoning`. Values that are not strings are ignored.
     reasoning: Ignored = UNSET
@@ -920,7 +920,7 @@ class Completions(Surface):
 def _with_echo(
     sampling: SamplingParams, request: CompletionRequest, prompts: Sequence[TextPart | TokensPart]
 ) -> SamplingParams:
-    """Request logprobs of the prompt if the echo returns them, or needs them to decode token ids."""
+    """Request logprobs of the prompt if the echo returns them, or if the prompt is token ids: they contain its text."""
     is_text = isinstance(prompts[0], TextPart)
     if not request.echo or (is_text and request.logprobs is None):
         return sampling

@@ -69,8 +69,8 @@ _MESSAGES: Unsupported = {"container": (), "mcp_servers": ([],), "thread": ()}
 _MEDIA: Unsupported = {"media_io_kwargs": ({},), "mm_processor_kwargs": ({},)}
 _RESPONSES: Unsupported = {"conversation": (), "moderation": (), "prompt": (), **_MEDIA}
 _OLLAMA: Unsupported = {"options.mirostat": (0,), "options.tfs_z": (1,), "options.typical_p": (1,)}
-#: Refused fields by API path, with their accepted no-op values; null is always a no-op.
-#: Refused fields would change the answer. Other unknown fields are ignored.
+#: Fields that are refused because they would change the answer, by API path. Each has a tuple of values without effect,
+#: which are accepted, as is null. Other unknown fields are ignored.
 UNSUPPORTED: dict[str, Unsupported] = {
     "/v1/chat/completions": {
         **_TEXT,
@@ -265,7 +265,7 @@ Number = TypeVar("Number", int, float)
 N = TypeVar("N")
 
 _GREEDY_BELOW = 1e-5  #: lower temperatures are greedy: dividing by them would overflow
-_LEAST_TOP_P = 1e-9  #: 0 is valid in requests and selects the most probable token
+_LEAST_TOP_P = 1e-9  #: replaces 0, which clients send to get only the most probable token
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 _SEED_MASK = 2**64 - 1  #: negative seeds become large unsigned ones
 
@@ -347,9 +347,9 @@ def translate_sampling(
     *,
     num_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The sampling parameters. `defaults` and the key's output limit apply to fields that the request omits.
+    """Sampling parameters. Omitted fields get `defaults`; `max_tokens` without a default gets the key's output limit.
 
-    `name`: the API's name of `max_tokens`. The engine later limits it to the remaining context. Raises: InvalidRequest.
+    `name`: the API's name of `max_tokens`. Engines limit the value to the remaining context. Raises: InvalidRequest.
     """
     most = min(limits.max_output_tokens, context.max_output_tokens or limits.max_output_tokens)
     if max_tokens is not None and max_tokens > most:

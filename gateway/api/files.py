@@ -222,7 +222,7 @@ PURPOSES = ("assistants", "user_data")
 BATCH_PURPOSES = (PURPOSE, "batch_output")
 OWN_PURPOSES = (*BATCH_PURPOSES, IMAGES)
 _FORM = "multipart/form-data"
-_READ_S = 60.0  #: time limit to begin reading a stored image
+_READ_S = 60.0  #: how long a signed URL for reading a stored image is valid
 _MAX_MEMORY_BYTES = 1024 * 1024  #: larger uploaded files are written to disk
 _MAX_FORM_BYTES = 64 * 1024  #: of a form without its file
 
@@ -318,7 +318,7 @@ class Files(Resource):
         return FileObject.of(await self._search.ask(put))
 
     async def _create_image(self, tenant: str, filename: str, content: IO[bytes]) -> FileObject:
-        """Store an image. An equal stored image has the same id, and is renewed."""
+        """Store an image. If an equal image is stored already, its id is returned and its expiry is renewed."""
         image = await self._lifecycle.loader.check(content, "file")
         name, now = image_name(tenant, image.ref.sha256), int(time.time())  # noqa: TID251
         file = FileObject(name, image.ref.num_bytes, now, filename, IMAGES)
@@ -469,7 +469,7 @@ class Files(Resource):
         return Deleted(name, "file")
 
     async def _ask(self, request: Request[T]) -> T:
-        """Send a request to the search process. Without it, only batch files and images exist. Raises: ApiError."""
+        """Send a request to the search process. If it is off, only batch files and images exist. Raises: ApiError."""
         if self._batch_files is not None and not self._search.is_on:
             raise no_such("file", "file_id")
         return await self._search.ask(request)

@@ -320,7 +320,7 @@ def schema_grammar(
         content = msgspec.json.decode(schema)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise _invalid_schema(param, "send a JSON Schema") from None
-    except RecursionError:  # JSON in a string, whose depth was not checked with the body's
+    except RecursionError:  # the schema is in a string, which the check of the body's depth skips
         raise _invalid_schema(param, f"send at most {limits.max_schema_depth} levels") from None
     if not isinstance(content, dict):
         raise _invalid_schema(param, "send a JSON object")
@@ -422,7 +422,7 @@ class FunctionField(EchoedStruct, frozen=True):
 
 
 class ToolField(FunctionField, frozen=True):
-    """A tool. Types other than `function` are ignored. Some clients send the function's fields at this level."""
+    """A tool. Types other than `function` are ignored. Some clients omit `function` and send its fields here."""
 
     type: str = "function"
     function: FunctionField | None = None

@@ -232,7 +232,7 @@ class Keys(Resource):
     _keys: KeyDirectory | None
     _data: TenantData
     _has_prices: bool
-    _raise_budgets: Callable[[], Awaitable[object]]  #: charges usage from before a budget was set
+    _raise_budgets: Callable[[], Awaitable[object]]  #: makes new budgets include earlier usage
 
     def to_error(self, error: Exception) -> Exception:
         if isinstance(error, Conflict):

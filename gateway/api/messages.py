@@ -591,7 +591,7 @@ def _thinking(
     options: dict[str, TemplateOption] = {}
     if thinking is not None and thinking.type != "adaptive":
         has_switch = not THINKING_SWITCHES.isdisjoint(card.template_options)
-        if thinking.type == "enabled" or has_switch:  # else the answer omits the reasoning
+        if thinking.type == "enabled" or has_switch:  # else "disabled" only hides the reasoning
             options |= switch_thinking(card, thinking.type == "enabled", "thinking", context)
     if config is not None and config.effort is not None:
         if "reasoning_effort" in card.template_options:

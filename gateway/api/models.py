@@ -82,7 +82,7 @@ class ModelObject(msgspec.Struct):
     adapters: tuple[str, ...]
     #: Defaults from the model's generation config.
     default_sampling: SamplingDefaults
-    #: dtype of the computation, and quantization of the weights. null: unknown, or not quantized.
+    #: dtype of the computation (null: unknown), and quantization of the weights (null: none, or unknown).
     dtype: str | None
     quantization: str | None
     format: str | None
@@ -104,7 +104,7 @@ class ModelObject(msgspec.Struct):
 class ModelList(Data[ModelObject]):
     """Models that have workers come before models that have none.
 
-    The order in both is: models outside deployments, deployments, versions, adapters, aliases; newest first in each.
+    Order in both groups: models outside deployments, deployments, versions, adapters, aliases; newest first in each.
     """
 
 

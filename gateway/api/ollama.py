@@ -232,7 +232,7 @@ class _Ollama(Surface):
     error_type = OllamaError
     options = OllamaAnswerOptions
     stream_headers = _LINES
-    keep_alive = b""  # sends nothing, because clients parse every line as JSON
+    keep_alive = b""  # no keep-alive comments in streams, because clients parse every line as JSON
     is_chat = False
 
     def read(self, body: bytes, context: RequestContext) -> Any:
@@ -285,7 +285,7 @@ class _Ollama(Surface):
         )
 
     def without_worker(self, request: OllamaRequest, head: AnswerHead) -> bytes | None:
-        """The answer to a request without a prompt, which loads or unloads a model."""
+        """The answer to a request without a prompt. Ollama would load or unload the model; here, nothing happens."""
         if not self.is_empty(request):
             return None
         kept = b"" if request.keep_alive is UNSET else bytes(request.keep_alive)

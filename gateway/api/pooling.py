@@ -425,7 +425,7 @@ def split_inputs(
 def split_documents(
     task: Rerank, documents: Sequence[str], headers: Mapping[bytes, bytes]
 ) -> list[Rerank]:
-    """Split the documents into tasks of limited size. Each task has the only query, or one query per document."""
+    """Split documents into tasks of limited size, each with the request's only query or with one query per document."""
     many, longest = len(task.queries) > 1, max(map(len, task.queries))
     return [
         replace(

@@ -89,8 +89,8 @@ class Probes(Resource):
     async def readyz(self, caller: Caller, query: ReadyQuery) -> Response:
         """Show whether this gateway can reach Redis and is not shutting down.
 
-        `workers`: also require this number of ready workers. Omit it in the readiness probe of a Kubernetes Service,
-        because a deployment that has zero instances starts one only when a request arrives.
+        `workers`: also require this number of ready workers. Omit it in a Kubernetes readiness probe: while the probe
+        fails, no request arrives, and a deployment that has zero instances starts one only when a request arrives.
         """
         state = self._state(query.workers)
         return JSONResponse({"status": state}, status_code=200 if state == "ready" else 503)
@@ -139,7 +139,7 @@ class Probes(Resource):
 
     @operation("GET", "/metrics", is_probe=True)
     async def metrics(self, caller: Caller) -> Response:
-        """Show Prometheus metrics. With admin keys or a root key, only keys that may load adapters can read them."""
+        """Show Prometheus metrics. If any admin or root key is set, only keys that may load adapters can read them."""
         lifecycle, queue = self._lifecycle, self._lifecycle.dispatcher.queue
         metrics, models = lifecycle.metrics, lifecycle.models
         metrics.set_open(lifecycle.admission.num_open, models.num_workers)

@@ -461,7 +461,7 @@ class Continued:
 class ResponseOptions(msgspec.Struct, frozen=True, kw_only=True):
     response: ResponseObject  #: contains the fields copied from the request
     with_logprobs: bool = False
-    #: Stored with the answer; empty if it is not stored.
+    #: Stored with the answer; empty if the answer is not stored.
     messages: tuple[ChatMessage, ...] = ()
 
 
@@ -620,7 +620,7 @@ class _Items:
             raise NotFound(message, param=f"{param}.id", code="item_not_found")
         elif item.type != "message":
             self._end_turn()
-            is_shell = item.type == "local_shell_call_output"  # its `id` is the call's
+            is_shell = item.type == "local_shell_call_output"  # its `id` is the call's id
             call_id = item.call_id or (item.id if is_shell else None)
             if call_id is None:
                 raise missing(f"{param}.call_id")

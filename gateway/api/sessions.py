@@ -102,7 +102,7 @@ class CreateSession(RequestStruct, frozen=True, kw_only=True):
     #: The session expires after this time without a new task. Results are kept for the same time.
     idle_s: Seconds = 3600.0
     timeout_s: Seconds = 3600.0  #: time limit of each task, including its time in the queue
-    #: Bounds of an application's open sessions are added up; a maximum applies if all set one. Default: as deployed.
+    #: Summed over the application's open sessions; no maximum if one has none. The deployment's bounds also apply.
     min_instances: Annotated[int, Meta(ge=0, le=MAX_INSTANCES)] = 0
     max_instances: Annotated[int, Meta(ge=1, le=MAX_INSTANCES)] | None = None
     resources: SessionResources | None = None  #: minimum of each instance

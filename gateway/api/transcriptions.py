@@ -163,7 +163,7 @@ class Translations(Surface):
         url = fields.get("file")
         if not isinstance(url, str):
             return super().read(encode(fields), context)
-        # A large file is not encoded as JSON, which would block the event loop.
+        # Add the file after decoding: to encode a large file as JSON would block the event loop.
         return replace(super().read(encode({**fields, "file": ""}), context), file=url)
 
     def plan(self, request: TranslationRequest, context: RequestContext, card: ModelCard) -> Plan:
@@ -268,9 +268,9 @@ class TranscriptAnswer:
         self._ends = options.segment_ends
         self._texts = [""] * max(1, len(self._ends))
         self._ended: set[int] = set()
-        self._text = ""  # text of the segments before `_open`, and the sent part of segment `_open`
-        self._open = 0
-        self._num_sent = 0  # characters of segment `_open`
+        self._text = ""  # the segments before `_open`, and the sent part of segment `_open`
+        self._open = 0  # index of the first segment that has not ended
+        self._num_sent = 0  # sent characters of segment `_open`
         is_json = options.format in ("json", "verbose_json")
         self.headers = JSON_HEADERS if is_json else _TEXT_HEADERS
 
