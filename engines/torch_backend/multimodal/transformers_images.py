@@ -463,24 +463,25 @@ class _Videos:
         )
 
     def _choose(self, video: OpenVideo) -> list[int]:
-        """Indices of the frames that the processor samples. Raises: InvalidImage."""
+        """Indices of the frames that the processor samples; a single frame is repeated. Raises: InvalidImage."""
         info, asked = video.info, video.options
-        if info.is_sampled:
-            return list(range(info.num_frames))
         processor = self._processor.video_processor
+        step = getattr(processor, "temporal_patch_size", 1)
+        if info.is_sampled or min(info.num_frames, asked.num_frames or step) < step:
+            indices = sample_evenly(video, step)
+            return indices + indices[-1:] * (step - len(indices))
         options = {**vars(processor), **self._options}
         named = inspect.signature(processor.sample_frames).parameters.keys()
-        wants = asked.fps is not None or asked.num_frames is not None
-        indices = [] if wants else self._sample(video, self._own_sampling(options, named, info))
-        if wants or len(indices) > video.max_frames:
+        indices = list[int]()
+        if asked.fps is asked.num_frames is None:
+            indices = self._sample(video, self._own_sampling(options, named, info))
+        if not 0 < len(indices) <= video.max_frames:
             if "num_frames" in named:
-                wanted = self._at_rate(self._wanted_sampling(video), info)
+                wanted = self._at_rate(self._wanted_sampling(video, step), info)
                 indices = self._sample(video, {**options, **wanted})
             else:  # the processor has no option for the number of frames
                 indices = sample_evenly(video, video.max_frames)
-                indices += indices[-1:] * (
-                    len(indices) % getattr(processor, "temporal_patch_size", 1)
-                )
+                indices += indices[-1:] * (len(indices) % step)
         check_num_frames(len(indices), video)
         return indices
 
@@ -504,8 +505,8 @@ class _Videos:
         rate = options["num_frames"] / info.length_s
         return {**options, "fps": max(processor.fps or 0.0, rate)}
 
-    def _wanted_sampling(self, video: OpenVideo) -> dict[str, Any]:
-        """The request's rate or number of frames; the largest number if it has neither."""
+    def _wanted_sampling(self, video: OpenVideo, step: int) -> dict[str, Any]:
+        """The request's rate or number of frames; the largest number if it has neither. `step`: the fewest."""
         info, asked = video.info, video.options
         if asked.fps is None:
             return {
@@ -516,7 +517,7 @@ class _Videos:
         if self._processor.video_processor.num_frames is None:
             return {"fps": fps, "num_frames": None}
         # the processor's own num_frames would take precedence
-        return {"fps": None, "num_frames": max(1, round(info.length_s * fps))}
+        return {"fps": None, "num_frames": max(step, round(info.length_s * fps))}
 
     def _sample(self, video: OpenVideo, options: Mapping[str, Any]) -> list[int]:
         info, processor = video.info, self._processor.video_processor

@@ -450,6 +450,7 @@ def test_a_second_question_about_a_video_encodes_nothing(video: Loaded) -> None:
 def test_a_request_chooses_its_frames(video: Loaded, pool: VideoPool) -> None:
     for options, least, most in (
         ({"num_frames": 4}, 4, 4), ({"fps": 2.0}, 4, 4), ({"fps": 1000.0}, 16, 50), ({"num_frames": 200}, 16, 50),
+        ({"num_frames": 1}, 1, 2), ({"fps": 0.1}, 1, 2), ({"start_s": 1.98}, 1, 2), ({"start_s": 1.93}, 1, 2),
     ):  # fmt: skip
         indices, made = process_video(pool, video.processor, "mp4", **options)
         assert least <= len(indices) == made.num_frames <= most
@@ -458,7 +459,7 @@ def test_a_request_chooses_its_frames(video: Loaded, pool: VideoPool) -> None:
 
 def test_more_frames_than_the_limit_are_refused_by_their_field(video: Loaded) -> None:
     with closing(VideoPool(1, make_group(LimitSettings, max_video_frames=4))) as small:
-        with pytest.raises(InvalidImage, match="send at most 4") as refused:
+        with pytest.raises(InvalidImage, match="the limit is 4") as refused:
             process_video(small, video.processor, "mp4", fps=5.0)
         assert refused.value.param == "fps"
         indices, _ = process_video(small, video.processor, "mp4")
