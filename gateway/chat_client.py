@@ -17,21 +17,18 @@ from rich.console import Console
 
 from shared.gateway_client import ApiFailed, Client
 
-#: Media types that `mimetypes` may lack.
-_AUDIO = {
-    ".flac": "audio/flac",
-    ".m4a": "audio/mp4",
-    ".oga": "audio/ogg",
-    ".ogg": "audio/ogg",
-    ".opus": "audio/ogg",
-}
+#: Media types of files whose names do not determine them, by kind.
+_TYPES = {"image": "image/png", "video": "video/mp4", "audio": "audio/mpeg"}
 _HELP = """\
-/image PATH  add an image, a video or audio to the next question
+/image PATH  add an image to the next question
+/video PATH  add a video
+/audio PATH  add an audio file
 /json        answer in JSON, or in text again
 /clear       begin a new conversation
 /help        show this
 Ctrl-C stops an answer; Ctrl-D ends the conversation."""
 _TIMEOUT_S = 300.0
+File = tuple[str, Path]  #: kind, a key of `_TYPES`, and path
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})
 
 
@@ -52,7 +49,7 @@ class Conversation:
     timings: dict[str, float] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, question: str, files: list[Path]) -> Generator[str]:
+    def ask(self, question: str, files: list[File]) -> Generator[str]:
         """Ask a question about files; yields the text of the answer. Raises: ApiFailed.
 
         An interrupted answer stays in the conversation; a question without any answer is removed.
@@ -103,19 +100,18 @@ class Conversation:
                 yield choice["delta"]["content"]
 
 
-def to_content(question: str, files: list[Path]) -> list[dict[str, Any]]:
+def to_content(question: str, files: list[File]) -> list[dict[str, Any]]:
     """The parts of a user message: images, videos and audio as data URLs, then the text. Raises: ChatError."""
     parts: list[dict[str, Any]] = []
-    for path in files:
+    for kind, path in files:
         try:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
             raise ChatError(f"cannot read {path}: {error.strerror}") from None
-        guessed = mimetypes.guess_type(path.name)[0] or "image/png"
-        media_type = _AUDIO.get(path.suffix.lower(), guessed)
-        is_other = media_type.startswith(("video/", "audio/"))
-        kind = f"{media_type[:5]}_url" if is_other else "image_url"
-        parts.append({"type": kind, kind: {"url": f"data:{media_type};base64,{data}"}})
+        guessed = mimetypes.guess_type(path.name)[0] or ""
+        media_type = guessed if guessed.startswith(kind) else _TYPES[kind]
+        name = f"{kind}_url"
+        parts.append({"type": name, name: {"url": f"data:{media_type};base64,{data}"}})
     return [*parts, {"type": "text", "text": question}]
 
 
@@ -161,7 +157,7 @@ def run_chat(
     url: str,
     model: str | None,
     api_key: str | None,
-    files: list[Path],
+    files: list[File],
     question: str | None,
     max_tokens: int | None,
     temperature: float,
@@ -189,7 +185,7 @@ class _Terminal:
         self._console = Console(highlight=False)
         self._notes = Console(stderr=True, highlight=False)
 
-    def answer(self, question: str, files: list[Path]) -> None:
+    def answer(self, question: str, files: list[File]) -> None:
         """Raises: ApiFailed."""
         conversation, is_begun = self._conversation, False
         try:
@@ -202,7 +198,7 @@ class _Terminal:
                 self._console.print()
         self._note(format_timings(conversation.timings, conversation.usage))
 
-    def converse(self, files: list[Path]) -> int:
+    def converse(self, files: list[File]) -> int:
         """Answer each line of the input. Ctrl-C stops an answer or clears the line. Returns the exit code."""
         self._note("Ask; /help lists the commands, Ctrl-D ends.")
         messages, exit_code = self._conversation.messages, 0
@@ -228,17 +224,17 @@ class _Terminal:
             if len(messages) > num_before:
                 files = []  # the conversation contains them now
 
-    def _run_command(self, line: str, files: list[Path]) -> list[Path]:
+    def _run_command(self, line: str, files: list[File]) -> list[File]:
         """Run a command. Returns the files of the next question. Raises: ChatError."""
         conversation = self._conversation
         command, _, argument = line.partition(" ")
         match command:
-            case "/image":
+            case "/image" | "/video" | "/audio":
                 path = Path(argument.strip().strip("'\"")).expanduser()
                 if not path.is_file():
-                    raise ChatError(f"there is no file {path}; write /image PATH")
+                    raise ChatError(f"there is no file {path}; write {command} PATH")
                 self._note(f"The next question is about {path.name}.")
-                return [*files, path]
+                return [*files, (command[1:], path)]
             case "/json":
                 conversation.is_json = not conversation.is_json
                 self._note(f"Answers are {'JSON' if conversation.is_json else 'text'} now.")

@@ -45,7 +45,8 @@ def chat(
     from shared.gateway_client import ApiFailed
 
     try:
-        files = [*(image or []), *(video or []), *(audio or [])]
+        given = {"image": image, "video": video, "audio": audio}
+        files = [(kind, path) for kind, paths in given.items() for path in paths or ()]
         code = run_chat(url, model, api_key, files, question, max_tokens, temperature)
     except ApiFailed as error:
         typer.secho(printable(str(error)), err=True, fg="red")

@@ -226,7 +226,10 @@ def test_a_list_of_frames_is_a_video(client: httpx.Client):
 
 
 def test_the_command_line_asks_about_a_file(served: Served, tmp_path: Path):
-    for option, name, data in (("--video", "mp4", clip("mp4")), ("--audio", "wav", sound("wav"))):
+    """The option determines the kind, not the name of the file."""
+    for option, name, data in (
+        ("--video", "mp4", clip("mp4")), ("--video", "ts", clip("mpegts")), ("--audio", "webm", sound("webm")),
+    ):  # fmt: skip
         path = tmp_path / f"file.{name}"
         path.write_bytes(data)
         asked = ("chat", "--url", served.url, option, str(path), "--max-tokens", "2", "What?")

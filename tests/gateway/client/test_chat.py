@@ -152,7 +152,7 @@ def test_a_conversation_with_ctrl_c_and_commands(
     assert said[1] == ("assistant", "half an ")
     (tmp_path / "a photo.png").write_bytes(b"pixels")
     for line, shown in (
-        ("/help", "/image PATH"), ("/nonsense", "there is no command /nonsense"), ("/image nowhere.png", "there is no file"),
+        ("/help", "/image PATH"), ("/nonsense", "there is no command /nonsense"), ("/video nowhere.mp4", "write /video PATH"),
         ("/clear", "is empty"), (f"/image '{tmp_path}/a photo.png'", "a photo.png."), ("/json", "JSON now"),
         ("What?", "three"), ("/clear", "is empty"), ("/json", "text now"), ("And now?", "three"),
     ):  # fmt: skip
