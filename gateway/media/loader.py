@@ -91,7 +91,7 @@ def find_container(data: bytes) -> str | None:
         return "video/webm"
     if data[:4] == b"RIFF" and data[8:12] == b"AVI ":
         return "video/x-msvideo"
-    if data[:1] == b"G" and data[_TS_PACKET_BYTES : _TS_PACKET_BYTES + 1] == b"G":
+    if data[: _TS_PACKET_BYTES + 1 : _TS_PACKET_BYTES] == b"GG" and data[:3] != b"GIF":
         return "video/mp2t"
     return None
 

@@ -101,6 +101,11 @@ async def test_the_bytes_decide_and_not_the_media_type():
     assert image.ref.media_type == "image/jpeg"
 
 
+def test_a_gif_is_an_image_even_with_the_sync_bytes_of_mpeg_ts():
+    assert loader_module.find_kind(b"GIF89a" + b"G" * 1000) == "image"
+    assert loader_module.find_kind(b"G" * 1000) == "video"
+
+
 class Fetcher:
     """Stands in for `ImageFetcher`: `clip` arrives in pieces, `missing` is refused, and other fetches never end."""
 
