@@ -225,8 +225,9 @@ def test_a_list_of_frames_is_a_video(client: httpx.Client):
         assert chat(client, video(part, **options)).status_code == 400
 
 
-def test_the_command_line_asks_about_a_file(served: Served, tmp_path: Path):
-    """The option determines the kind, not the name of the file."""
+def test_an_option_of_the_command_line_determines_the_kind_of_a_file(
+    served: Served, tmp_path: Path
+):
     for option, name, data in (
         ("--video", "mp4", clip("mp4")), ("--video", "ts", clip("mpegts")), ("--audio", "webm", sound("webm")),
     ):  # fmt: skip

@@ -103,6 +103,8 @@ class Audios:
         # inputs are checked too, because Gemma 3n has slots even for empty audio
         if num_slots == 0 or any(x.numel() == 0 for x in inputs.values()):
             raise InvalidImage("The audio is too short: it results in no tokens.")
+        if not all(bool(x.isfinite().all()) for x in inputs.values()):
+            raise InvalidImage("The audio has samples that are not finite, or too large.")
         return ProcessedImage(
             inputs,
             text,

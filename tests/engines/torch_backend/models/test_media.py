@@ -606,7 +606,7 @@ def test_tokens_of_audio_are_those_of_transformers(
     assert way(audio_model.start, audio_model.requests) == audio_model.expected
 
 
-def test_more_audio_than_the_processor_takes_is_refused(
+def test_audio_that_the_processor_cannot_use_is_refused(
     audio_model: Loaded, pool: VideoPool
 ) -> None:
     if audio_model.family.name in ONE_AUDIO:
@@ -619,6 +619,8 @@ def test_more_audio_than_the_processor_takes_is_refused(
             process_audio(pool, audio_model.processor, make_audio(seconds=41.0))
         with pytest.raises(InvalidImage, match=r"too short|cannot process this audio"):
             process_audio(pool, audio_model.processor, make_audio(seconds=0.001))
+    with pytest.raises(InvalidImage, match="not finite"):
+        process_audio(pool, audio_model.processor, sound("float")[:-4] + b"\0\0\xc0\x7f")
 
 
 def test_long_audio_is_encoded(audio_model: Loaded, pool: VideoPool) -> None:
