@@ -490,8 +490,7 @@ class _Videos:
     ) -> dict[str, Any]:
         """The checkpoint's own number of frames or rate, else the default number."""
         if options.get("num_frames") is not None:
-            fewer = min(options["num_frames"], info.num_frames)
-            return {**options, "fps": None, "num_frames": fewer}
+            return {**options, "fps": None}
         if options.get("fps") is not None or not {"fps", "num_frames"} & {*named}:
             return options
         fewer = {**options, "num_frames": min(DEFAULT_NUM_FRAMES, info.num_frames)}
@@ -509,10 +508,7 @@ class _Videos:
         """The request's rate or number of frames; the largest number if it has neither. `step`: the fewest."""
         info, asked = video.info, video.options
         if asked.fps is None:
-            return {
-                "fps": None,
-                "num_frames": min(asked.num_frames or video.max_frames, info.num_frames),
-            }
+            return {"fps": None, "num_frames": asked.num_frames or video.max_frames}
         fps = min(asked.fps, info.fps)
         if self._processor.video_processor.num_frames is None:
             return {"fps": fps, "num_frames": None}
@@ -527,6 +523,9 @@ class _Videos:
         named = inspect.signature(processor.sample_frames).parameters.keys() - {"metadata"}
         try:
             given = {name: options[name] for name in named if name in options}
+            if given.get("num_frames") is not None:  # the processor rounds it to full steps
+                step = given.get("temporal_patch_size") or 1
+                given["num_frames"] = min(given["num_frames"], info.num_frames // step * step)
             indices = processor.sample_frames(metadata, **given)
         except Exception as error:  # processors raise any type
             raise unfit("video", error) from error
