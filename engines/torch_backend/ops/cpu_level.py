@@ -30,9 +30,9 @@ class CpuLevel:
     compiler_flags: tuple[str, ...] | None = None
     #: Up to this number of tokens, C++ kernels are faster than torch's products with float weights.
     max_float_tokens: int = _ALWAYS
-    #: The same for bfloat16 weights in a bfloat16 engine, whose activations the kernels round; 0: not supported.
+    #: The same for bfloat16 weights in a bfloat16 engine; the kernels then round activations too. 0: not supported.
     max_rounded_tokens: int = 0
-    #: The same for integer weights, which torch multiplies as bfloat16.
+    #: The same for integer weights in a bfloat16 engine, where torch dequantizes them to bfloat16.
     max_integer_tokens: int = _ALWAYS
     #: From this number of new tokens, torch's fused attention in bfloat16 is faster than the kernels.
     min_fused_tokens: int = _ALWAYS
@@ -91,10 +91,10 @@ LEVELS = (
 def choose_level() -> CpuLevel:
     """The largest level that this machine supports and torch can use. ATEN_CPU_CAPABILITY limits torch and the level.
 
-    With matrix units (AMX), torch is faster than the kernels for many tokens. On two cores of a Sapphire Rapids, 512
-    tokens and 2048 x 2048 bfloat16 weights took 97 ms in torch and 513 ms in the kernel. On two cores of another Xeon,
-    attention with 32 heads took 10 ms in torch and 17 ms in the kernel (607 tokens; equal for 128), and int8 weights of
-    5632 x 2048 took 12 ms in torch, dequantized, and 28 ms in the kernel (608 tokens; equal for 96).
+    With matrix units (AMX), torch is faster than the kernels if there are many tokens. On two cores of a Sapphire
+    Rapids, 512 tokens and 2048 x 2048 bfloat16 weights took 97 ms in torch and 513 ms in the kernel. On two cores of
+    another Xeon, attention of 607 tokens with 32 heads took 10 ms in torch and 17 ms in the kernel, and 608 tokens with
+    int8 weights of 5632 x 2048 took 12 ms and 28 ms; times were equal for 128 and 96 tokens, respectively.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS

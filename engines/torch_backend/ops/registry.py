@@ -29,7 +29,7 @@ REFERENCE = "reference"
 #: Name that disables CUDA graphs in the setting `disabled_ops`.
 CUDA_GRAPH = "cuda_graph"
 
-#: Shapes of examples without a model.
+#: Shapes of the examples if no model determines them.
 EXAMPLE_TEXT = TextConfig(
     vocab_size=8, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=8, num_kv_heads=2,
     head_dim=16, max_position_embeddings=128,
@@ -53,7 +53,7 @@ class Site:
 
     @property
     def bits(self) -> int:
-        """Bits of activations for integer weights in C++ kernels."""
+        """Bits to which C++ kernels round activations before products with integer weights."""
         return 16 if self.cpu_kernels == "exact" else 8
 
     @property
@@ -83,10 +83,10 @@ class Candidate:
     name: str
     #: Returns a function with the reference's signature. Can raise any exception.
     build: Callable[[Site], Any]
-    lacks: Callable[[Site], str]  #: reason why a site does not support it; empty if it does
+    lacks: Callable[[Site], str]  #: why the candidate cannot run on a site; empty if it can
     #: Allowed difference relative to the largest number.
     tolerance: Callable[[Site], float] = lambda site: site.tolerance
-    #: Variants of a site for which it must be correct.
+    #: Variants of a site for which the candidate must be correct.
     variants: Callable[[Site], Iterable[Site]] = lambda site: (site,)
 
 
@@ -132,11 +132,11 @@ class Ops:
 
     @property
     def is_native(self) -> bool:
-        """Whether there are C++ kernels, which compute in float32 for all weights."""
+        """Whether C++ kernels are used. Linear kernels take and return float32 for all weights."""
         return "cpu" in self.chosen.values()
 
     def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of torch's matrix products. C++ kernels have a float32 stream, whose range float16 lacks."""
+        """Dtype of torch's products. With C++ kernels, float16 becomes float32: their stream can exceed float16."""
         return torch.float32 if self.is_native and dtype is torch.float16 else dtype
 
     def uses(self, name: str, candidate: str | None = None) -> bool:
@@ -157,7 +157,7 @@ def discover() -> tuple[Op, ...]:
 def choose(site: Site, disabled: Collection[str] = (), ops: Iterable[Op] | None = None) -> Ops:
     """For each operator the first candidate that is supported, correct and enabled, else the reference.
 
-    `disabled`: names of operators, of a candidate of one operator (`linear_int8.triton`), or of all (`triton`).
+    `disabled`: names of operators, of one candidate (`linear_int8.triton`), or of all candidates of a kind (`triton`).
     """
     registered = {op.name: op for op in (discover() if ops is None else ops)}
     chosen = dict.fromkeys(registered, REFERENCE)

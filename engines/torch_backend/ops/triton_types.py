@@ -8,7 +8,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 
 def product_dtype(dtype: torch.dtype) -> tl.dtype:
-    """The engine's dtype, or float32 in Triton's interpreter, which reads the bits of bfloat16 as integers."""
+    """The engine's dtype; float32 in Triton's interpreter, which would read the bits of bfloat16 as integers."""
     if knobs.runtime.interpret:
         return tl.float32
     return _TYPES[dtype]

@@ -1,6 +1,6 @@
 """All layers of a decoder in one call of a C++ kernel, whose threads synchronise between its parts.
 
-Results are bitwise equal to separate calls. Without Python between the calls, a decode step takes 10 % less time.
+Results are bitwise equal to separate calls. Without Python between the operations, a decode step takes 10 % less time.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from engines.torch_backend.ops.registry import Site
 
 
 def build(site: Site) -> CreateChain:
-    """The kernel's constructor, which returns None if the kernel does not support all layers."""
+    """A function that creates the chain, or returns None if the kernel does not support all layers."""
     library = native.load(site.level)
 
     def create(layers: Sequence[LayerProducts]) -> Chain | None:
@@ -26,7 +26,7 @@ def build(site: Site) -> CreateChain:
         if not all(isinstance(p, NativeKernel) and p.fuses_prologue for p in products):
             return None
         if any(layer.heads.rope or layer.heads.has_odd_scores for layer in layers):
-            return None  # the kernel supports one rotary table, and unmodified scores
+            return None  # the kernel supports only the first rotary table (index 0), and only unmodified scores
         return LayerChain(library, layers)
 
     return create

@@ -51,6 +51,6 @@ def build(site: Site) -> DenseAttention:
 
 
 def reads(query: Tensor) -> bool:
-    """Whether the kernel supports this layout."""
+    """Whether the kernel supports this device, dtype and head width."""
     is_float = query.dtype in (torch.float32, torch.bfloat16)
     return query.device.type == "cpu" and is_float and query.shape[-1] % _LANES == 0

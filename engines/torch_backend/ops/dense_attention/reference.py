@@ -32,7 +32,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[tuple[in
             for x in (key, value)
         )
         if is_plain and num_keys >= _MIN_PLAIN_TOKENS:
-            # one sequence at a time, because the size of its scores is quadratic
+            # one sequence at a time, because its scores need memory quadratic in its length
             parts += [_attend_plainly(*each) for each in zip(queries, keys, values, strict=True)]
         else:
             out = F.scaled_dot_product_attention(queries, keys, values)

@@ -45,7 +45,7 @@ def make_float(site: Site, shape: tuple[int, int]) -> Linear:
 def _make_int8(site: Site, shape: tuple[int, int]) -> Linear:
     layer = empty_linear(shape[1], shape[0])
     integers = (site.numbers(*shape).float() * 127).to(torch.int8)
-    scale = site.numbers(shape[0], seed=3) / 127  # weights of at most 1, so float16 holds products
+    scale = site.numbers(shape[0], seed=3) / 127  # weights of at most 1, so products fit float16
     layer.hold(INT8, {"integers": integers, "scale": scale})
     return layer
 
@@ -67,7 +67,7 @@ def _example(makes: Sequence[Make], bind: Bind, site: Site) -> list[Tensor]:
 
 
 def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
-    """Products of one layer, and of two joined layers with each prologue, added to a tensor."""
+    """Products of one layer; then, for each prologue, products of two joined layers, added to a tensor."""
     stream = site.dtype if site.cpu_kernels == "off" else torch.float32
 
     def numbers(*shape: int, seed: int) -> Tensor:
@@ -80,7 +80,7 @@ def _products(bind: Bind, site: Site, make: Make) -> list[Tensor]:
     layer = make(site, (50, width))
     alone = kernel([layer], Prologue())
     found = [alone(numbers(rows, width, seed=rows)) for rows in (1, 3, 6, 64)]
-    if site.cpu_kernels == "fast":  # as in steps of many tokens
+    if site.cpu_kernels == "fast":  # steps of many tokens call `apply`
         x = numbers(64, width, seed=64)
         is_packed = isinstance(layer.method, PackedMethod)
         found.append(apply(layer, x.bfloat16() if is_packed else x))

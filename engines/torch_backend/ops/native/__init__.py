@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs, compiled on first use: sources that operators share, and the library of all operators."""
+"""The library of all operators' C++ kernels for CPUs, compiled on first use. This folder also has shared sources."""
 
 from functools import cache
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Compiles C++ sources to a shared library for a CPU level, in the user's cache folder.
 
-The file is named by its level and the hash of sources, flags and compiler. It is written under a temporary name and
-renamed, so that workers that start together compile once and never load a partial file. The file ends with a hash of
-its content, so that a file damaged by a power loss is compiled again instead of crashing the process.
+The file is named by its level and the hash of sources, flags and compiler. A lock lets only one of the workers that
+start together compile it. It is written under a temporary name and renamed, so that no worker loads a partial file. It
+ends with a hash of its content, so that a file damaged by a power loss is compiled again instead of crashing workers.
 """
 
 import fcntl

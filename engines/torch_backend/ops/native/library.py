@@ -29,7 +29,7 @@ class Kind(IntEnum):
     INT4_BFLOAT16_SCALES = 5
 
 
-#: Bits of activations for bfloat16 weights: rounded to bfloat16, or float32.
+#: Bits of activations for float weights: 16 if they are rounded to bfloat16, otherwise 32.
 BFLOAT16_BITS, FLOAT_BITS = 16, 32
 
 FLOAT_KINDS = {

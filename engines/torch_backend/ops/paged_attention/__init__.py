@@ -68,6 +68,6 @@ _NATIVE = Candidate(
     cpu.build,
     native.lacks,
     lambda site: max(1e-5, 2 * torch.finfo(site.dtype).eps),
-    lambda site: [replace(site, dtype=dtype) for dtype in FLOAT_KINDS],  # of the KV cache
+    lambda site: [replace(site, dtype=dtype) for dtype in FLOAT_KINDS],  # dtypes of the cache
 )
 OP = Op("paged_attention", create_attention, (_NATIVE, *cuda.CANDIDATES), _example)

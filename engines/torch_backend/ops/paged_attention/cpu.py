@@ -51,7 +51,7 @@ class PagedAttention:
         self._num_threads = torch.get_num_threads()
         self._given = (num_heads, pool, inputs, rotation)
         self._pool, self.inputs = pool, inputs
-        # concatenated rotary tables; kept, like `inputs`, because the kernel reads their memory
+        # cosines and sines, (tables, N, D); kept, like `inputs`, because the kernel reads their memory
         self._tables = [
             table.float().transpose(0, 1).contiguous() for table in rotation or (torch.empty(1, 1),)
         ]

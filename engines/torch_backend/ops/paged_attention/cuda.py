@@ -25,7 +25,7 @@ from engines.torch_backend.step import StepInputs
 
 
 def _build(site: Site, varlen_attn: Any = None) -> CreateAttention:
-    from engines.torch_backend.ops.paged_attention.rotate import (  # noqa: PLC0415 - of GPUs
+    from engines.torch_backend.ops.paged_attention.rotate import (  # noqa: PLC0415 - for GPUs only
         rotate_and_write,
     )
     from engines.torch_backend.ops.paged_attention.triton import attend_decodes  # noqa: PLC0415
@@ -34,7 +34,7 @@ def _build(site: Site, varlen_attn: Any = None) -> CreateAttention:
 
 
 def _build_with_varlen(site: Site) -> CreateAttention:
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - of GPUs
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - for GPUs only
 
     return _build(site, varlen_attn)
 
@@ -81,7 +81,7 @@ class CudaAttention:
 
     @cached_property
     def _runs(self) -> tuple[tuple[Any, ...], Tensor | None]:
-        """Offsets and maximum lengths of new tokens and of contexts; contexts' slots, None without earlier tokens."""
+        """Offsets and maximum lengths for `varlen_attn`; the contexts' slots, or None if all tokens are new."""
         _, pool, inputs, _ = self._given
         runs = inputs.sequences[inputs.num_decodes :]
         ends = torch.tensor([(0, 0), *((run.num_new, run.num_context) for run in runs)])

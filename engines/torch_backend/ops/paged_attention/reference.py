@@ -31,7 +31,7 @@ class Heads:
     chunk: int | None = None  #: a token attends within its own chunk of this many tokens
     softcap: float | None = None
     sinks: Tensor | None = None  #: (H,), scores that receive weight but have no value
-    is_bidirectional: bool = False  #: whether it applies the step's bidirectional spans
+    is_bidirectional: bool = False  #: whether the layer applies the step's bidirectional spans
 
     def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Shapes: query (N, H, D), key (N, K, D); returns the same."""
@@ -68,7 +68,7 @@ class _Context(NamedTuple):
     """Cache slots that new tokens read, and a mask of the slots that each token attends to.
 
     The mask is None if decodes attend to all slots, or a run (a sequence with several new tokens) is causal.
-    Shapes: of S decodes slots (S, T), visible (S, 1, T); of a run (1, T) and (1, n, T).
+    Shapes: slots (S, T) and visible (S, 1, T) for S decodes; (1, T) and (1, n, T) for a run.
     """
 
     slots: Tensor

@@ -25,8 +25,8 @@ def _gain(query_gain, key_gain, d, inside, is_query):
 @triton.jit
 def _rotate_and_write_kernel(
     qkv,  # (N, (H + 2 K) D)
-    cosines,  # (N, D), table_stride apart
-    sines,  # (N, D), table_stride apart, signed
+    cosines,  # (N, D), rows `table_stride` apart
+    sines,  # (N, D), rows `table_stride` apart, signed
     table_stride,
     slots,  # (N,)
     query_out,  # (N, H, D)
