@@ -123,7 +123,7 @@ def _open(
 
 
 def make_directory(files: Sequence[Path], target: Path) -> None:
-    """Write links to the files, the tokenizer, and last `config.json`. Raises: UnsupportedCheckpoint, OSError."""
+    """Write links to the files, then the tokenizer, then `config.json`. Raises: UnsupportedCheckpoint, OSError."""
     for file, name in zip(files, (TEXT_FILE, TOWER_FILE), strict=False):
         (target / name).symlink_to(file)
     model = GgufModel(target)

@@ -64,7 +64,7 @@ def load_engine(settings: TorchSettings, progress: Progress | None) -> LoadedEng
         model = load_model(directory, family, config, device, dtype, scheme, *told, kernels)
         runner = TorchRunner(model, settings, device, dtype, free, kernels)
     if is_cpu:
-        keep_freed_memory()  # images of several tiles reuse half a gigabyte
+        keep_freed_memory()  # the next image reuses it: half a gigabyte for several tiles
     with phases.measure("warmup"), _explained(runner):
         runner.warm_up()
         if is_cpu and not settings.num_threads:

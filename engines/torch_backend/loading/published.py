@@ -1,6 +1,6 @@
 """Linear layers in quantized formats of other projects, converted to the form that the kernels read.
 
-A format without a kernel is dequantized to floats, which is logged. The formats' readers are in `formats`.
+A format without a kernel is dequantized to floats, and the log says so. The formats' readers are in `formats`.
 """
 
 import logging
@@ -56,7 +56,7 @@ class PublishedLinears:
         if self.layouts[linear.name].form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
-        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # part names are kept
+        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # only paths change
         return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
     def put(
@@ -101,7 +101,7 @@ class PublishedLinears:
         """Replace all placeholders by integers, with scales of this type.
 
         Returns False, without changes to the model, if placeholders are lost. The caller must then create the model
-        again, where the lost layers are dequantized.
+        again; the lost layers will be dequantized.
         """
         stand_ins = self.stand_ins or {}
         places = find_stand_ins(model, stand_ins)

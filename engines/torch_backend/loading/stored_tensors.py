@@ -69,7 +69,7 @@ def finite(name: str, weight: Tensor) -> Tensor:
 
 
 def list_tensors(directory: Path) -> list[StoredTensor]:
-    """List the tensors in a checkpoint's safetensors files, without weights. Raises: UnsupportedCheckpoint."""
+    """List the tensors in a checkpoint's safetensors files without reading weights. Raises: UnsupportedCheckpoint."""
     stored: list[StoredTensor] = []
     for file in _weight_files(directory):
         if not file.is_file():
@@ -83,7 +83,7 @@ def list_tensors(directory: Path) -> list[StoredTensor]:
 
 def _list_file(file: Path) -> Iterator[StoredTensor]:
     with safe_open(file, "pt") as content:
-        for name in content.keys():  # noqa: SIM118 - no mapping
+        for name in content.keys():  # noqa: SIM118 - not a mapping
             part = content.get_slice(name)
             kind = part.get_dtype()
             if kind not in _DTYPES:

@@ -147,9 +147,9 @@ def load_model(
 ) -> FamilyModel:
     """Load a checkpoint, and quantize its decoder if `scheme` is given.
 
-    `progress` is called with the completed ratio. With a scheme, `seconds["quantize"]` is set to its duration. If
-    `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same `ops`. If the
-    decoder is quantized, tower and projector then become int8 too.
+    `progress` is called with the completed ratio. With a scheme, `seconds["quantize"]` is set to the time of
+    quantization. If `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same
+    `ops`. If the decoder is quantized, tower and projector then become int8 too.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_weights(directory)
@@ -171,7 +171,7 @@ def load_model(
             published.stand_ins = {}
 
     def check_size(by: WeightReader, kept_names: Collection[str] = ()) -> None:
-        """Check that all tensors fit if `reader` reads `kept_names` and `by` the others. Raises: ModelTooLarge."""
+        """Check that tensors fit: `kept_names` as `reader` reads them, others as `by` does. Raises: ModelTooLarge."""
         needed = sum(
             (reader if tensor.name in kept_names else by).num_bytes(tensor) for tensor in stored
         )

@@ -16,7 +16,7 @@ from engines.torch_backend.loading.formats.reader import (
     unpack_words,
 )
 
-_ONES = {4: 0x11111111, 8: 0x01010101}  #: words in which each integer is 1, by bits
+_ONES = {4: 0x11111111, 8: 0x01010101}  #: words in which each integer is 1, by bits per integer
 
 
 class GptqReader(Reader):

@@ -138,7 +138,7 @@ class Reader(ABC):
     name: str  #: name of the format in messages
     marker: tuple[str, ...]  #: a layer with a tensor of one of these names is quantized
     part_names: frozenset[str]  #: names of all tensors of a quantized layer
-    ignored: frozenset[str] = frozenset()  #: tensors with these last parts of names are skipped
+    ignored: frozenset[str] = frozenset()  #: tensors whose names end with these are skipped
 
     def split(
         self, stored: Iterable[StoredTensor], device: torch.device
