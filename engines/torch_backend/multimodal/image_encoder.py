@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 NOT_FINITE = "The model's features of an image are not finite numbers."
 UNFIT = "An image was not prepared for this model."
 TOO_LARGE = "An image needs more memory than the model's device has: send a smaller one."
-#: Minimum number of prompt tokens before a missing image for which a step is worth reading all weights.
+#: If fewer prompt tokens precede a missing image, a step for them alone is not worth reading all weights.
 FEWEST_TOKENS = 64
-#: Maximum time for images in a step in which no request decodes. More delays the watchdog, new requests and aborts.
+#: Maximum time for images in a step in which no request decodes. Longer steps delay the watchdog, requests and aborts.
 SECONDS_ALONE = 0.25
 
 
@@ -37,7 +37,7 @@ ImageKey = tuple[str, str]
 class EncoderCache:
     """Cache of image features with a limit in bytes.
 
-    Entries that running requests still read are pinned, even beyond the limit. Other entries are evicted by last use.
+    Entries that running requests still read are pinned, even beyond the limit. Others are evicted in order of last use.
     """
 
     def __init__(self, max_bytes: int) -> None:

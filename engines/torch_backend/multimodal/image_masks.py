@@ -25,8 +25,7 @@ def binds_prompts(model: PreTrainedModel) -> bool:
 def bidirectional_layers(model: PreTrainedModel) -> frozenset[str | None] | None:
     """The layer types in which an image's slots attend to each other; None: all layers.
 
-    In layers with a window, it hides earlier tokens of the same image too. Raises: UnsupportedCheckpoint if the model's
-    hook creates any other mask.
+    A layer's window hides earlier tokens of an image too. Raises: UnsupportedCheckpoint for other masks of the hook.
     """
     if binds_prompts(model):
         return None

@@ -14,7 +14,7 @@ from transformers.utils.constants import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from engines.packages.checkpoint_json import Fields, read_json, shown
 from engines.torch_backend.models.config import MAX_IMAGE_SIZE, UnsupportedCheckpoint
 
-#: Only the crop of a larger resized image is created. With a short side of 336, the limit is an aspect ratio of 37.
+#: Of a larger resized image, only the crop is created. With a short side of 336, aspect ratios above 37 exceed this.
 MAX_RESIZED_PIXELS = 4 * 1024 * 1024
 _FILTER_REACH = 4  # source pixels on either side; Lanczos, the widest filter, reads 3
 _KNOWN_KINDS = ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPFeatureExtractor")
@@ -57,7 +57,7 @@ class ImageProcessor:
     """Resize, crop, rescale, normalize. Units: `shortest_edge`, `resize_to` and `crop_to` in pixels."""
 
     resize_to: tuple[int, int] | None  #: (height, width); None: `shortest_edge` applies
-    shortest_edge: int | None  #: None, like `resize_to`: images are not resized
+    shortest_edge: int | None  #: if this and `resize_to` are None, images are not resized
     resample: Image.Resampling
     crop_to: tuple[int, int] | None
     rescale_factor: float | None

@@ -25,7 +25,7 @@ from engines.torch_backend.layers.linear_group import LinearGroup
 PIECE_FLOPS_PER_THREAD = 500_000_000
 #: Elementwise operations are limited by memory, so each element counts as this many floating-point operations.
 _FLOPS_PER_ELEMENT = 500
-#: A part ends with the first piece after this time. A piece takes at most twice this time, unless it is the smallest.
+#: A part ends with the first piece after this time. A piece takes at most twice as long, unless it has minimum size.
 PART_S = 0.005
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class _Cut:
 
 
 class _Parts(TorchFunctionMode):
-    """Splits operations, and returns control between parts. The mode is off while other code runs."""
+    """Splits operations, and returns control between parts. While other code has control, the mode is off."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class Audios:
 
     def _slots_of_windows(self, inputs: dict[str, Tensor], num_slots: int) -> tuple[int, ...]:
         """The number of slots of each window; () if windows are not encoded independently."""
-        if inputs.keys() == {"input_features"}:  # without masks, windows have equal numbers
+        if inputs.keys() == {"input_features"}:  # without masks, windows have equally many slots
             return equal_steps(num_slots, len(inputs["input_features"]))
         count = getattr(self._processor, "_get_audio_token_length", None)
         if count is None or inputs.keys() != {"input_features", "input_features_mask"}:
@@ -149,7 +149,7 @@ def find_audio(processor: Any, model_class: Any) -> Audios | None:
 
 
 def _spell(processor: Any) -> None:
-    """Add a method to Voxtral's processor that returns audio and its text; its own method requires mistral-common."""
+    """Give Voxtral's processor a method that returns audio and its text; the existing one requires mistral-common."""
     if type(processor).__name__ != "VoxtralProcessor":
         return
 

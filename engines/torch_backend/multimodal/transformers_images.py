@@ -1,7 +1,7 @@
 """Processes images, videos and audio with a checkpoint's transformers processor, one at a time.
 
 The processor provides an item's text in the prompt (`replace_image_token`); the model's own methods compute its
-positions. Images are decoded before the processor gets them; of a video, only the frames that it samples are decoded.
+positions. Images are decoded before processing; of a video, only the frames that the processor samples are decoded.
 """
 
 import inspect
@@ -255,7 +255,7 @@ class TransformersImages(MultimodalProcessor):
         spelled = (getattr(processor, n, "") for n in ("video_placeholder_token", "video_token"))
         placeholder: str = next(filter(None, spelled), "")
         if isinstance(processor, SmolVLMProcessor) and not _is_token(placeholder, tokenizer):
-            # published tokenizers lack the video token; no template writes this replacement
+            # published tokenizers lack the video token, so use a token that no template writes
             placeholder = processor.global_image_token
         if (
             model_class.__name__ not in TAKES_VIDEO
@@ -269,7 +269,7 @@ class TransformersImages(MultimodalProcessor):
         if isinstance(own, int) and own != self.slot_id:
             slots = {"video": (tokenizer.convert_ids_to_tokens(own), own), **slots}
         if getattr(processor.video_processor, "cap_pixels_per_frame", 0) is None:
-            options["cap_pixels_per_frame"] = False  # its default will change
+            options["cap_pixels_per_frame"] = False  # explicit, because the default will change
         steps = TAKES_VIDEO[model_class.__name__]
         return _Videos(processor, options, placeholder, slots, self._hooks, steps)
 
@@ -578,7 +578,7 @@ def limit_pixels(
 
 
 def _has_areas(images: Any, size: Mapping[str, int]) -> bool:
-    """Whether the edges in a processor's size are areas, as for models that merge patches."""
+    """Whether a processor's `shortest_edge` and `longest_edge` are areas, as for models that merge patches."""
     return size.keys() == {"shortest_edge", "longest_edge"} and hasattr(images, "merge_size")
 
 
@@ -602,7 +602,7 @@ def _separator(processor: Any) -> str:
 
 
 def _spell(processor: Any) -> None:
-    """Add `replace_image_token` to a processor that builds an image's text only inside its call."""
+    """Add `replace_image_token` to a processor that builds an image's text only inside `__call__`."""
     if separator := _separator(processor):
         count = 5 if processor.image_processor.do_image_splitting else 1
         text = separator + (processor.image_token * processor.image_seq_len + separator) * count
