@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
             self.heads = replace(self.heads, is_bidirectional=True)
 
     def forward(self, stream: Stream, attend: Attend, rows: Tensor | None = None) -> None:
-        """Adds the layer's attention output to the stream, which keeps only `rows`. Shapes: (N, C)."""
+        """Adds the attention output to the stream, which keeps only `rows` if they are given. Shapes: (N, C)."""
         mixed = attend(self.number, self.qkv(stream), self.heads)
         if rows is not None:
             mixed = mixed[rows]

@@ -29,7 +29,7 @@ _BUILT_IN = (
     "engines.torch_backend.models.llava",
     "engines.torch_backend.models.causal_lm",
 )
-#: For all other architectures, and for checkpoints that built-in families refuse.
+#: Module of the family for other architectures, and for checkpoints that built-in families refuse.
 _FALLBACK = "engines.torch_backend.models.generic.family"
 
 

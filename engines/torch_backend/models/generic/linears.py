@@ -68,7 +68,7 @@ def _widened(linear: Any, input: Tensor) -> Tensor:
 
 
 def linears_within(model: nn.Module, layers: str) -> list[str]:
-    """Names of the float linear layers below `layers`, without subclasses, which can compute something else."""
+    """Names of the float linear layers below `layers`, but not of subclasses: they can compute something else."""
     return [
         name
         for name, module in model.named_modules()

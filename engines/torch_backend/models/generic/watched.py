@@ -14,7 +14,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
-    #: A copy of the output hidden states, which later modules can change in place.
+    #: A copy of the output hidden states, because later modules can change the originals in place.
     copied: Tensor | None
 
     @property

@@ -1,4 +1,4 @@
-"""Creates this project's decoder from transformers' modules: layer specs and renamed weights.
+"""Creates this project's decoder from the attention specs and the weights of transformers' modules.
 
 Shape letters: D head width.
 """
