@@ -1,7 +1,7 @@
 """LoRA adapters, and steps in which each sequence can use a different adapter.
 
 Deltas are attached for one step, so steps without adapters have no overhead. A step fails unless each adapted linear
-layer adds its delta exactly once. This check detects models that compute a layer by an unknown path.
+layer adds its delta exactly once. This check detects models that compute a layer without its `LinearGroup`.
 
 Source: Hu et al. 2021 (LoRA); Kalajdzievski 2023 (rsLoRA); peft's `LoraConfig`.
 
@@ -314,7 +314,7 @@ class _AdaptedRows:
 
 
 def _find_sites(layers: nn.Module) -> Iterator[Site]:
-    """Adaptable groups, without experts (called with some tokens) and stateful layers (called once per sequence)."""
+    """Adaptable groups. Experts get only some tokens, and stateful layers run once per sequence; both are skipped."""
     names = {module: name for name, module in layers.named_modules()}
     skipped: list[str] = []
     for module, name in names.items():

@@ -88,7 +88,7 @@ class TorchRunner:
         self._dtype = dtype
         is_native = isinstance(model.language_model, Llama)
         self.runs_async = is_cuda = is_native and runs_graphs(device)
-        num_blocks = self.num_blocks + is_cuda  # the last one is for padding rows
+        num_blocks = self.num_blocks + is_cuda  # the last one is for the graphs' padding rows
         self.kv_pools = [
             KVCachePool(shape, num_blocks, self.block_size, dtype, device) for shape in shapes
         ]
@@ -202,7 +202,8 @@ class TorchRunner:
         max_vision_s = batch.max_vision_s if self.device.type == "cpu" else None
         result = self._compute(items, max_vision_s)
         self._sampled = result.choices
-        # Graphs read earlier tokens from a buffer that only graphs fill. Penalties and masks need them on the host.
+        # On a GPU, the next step must wait: graphs read earlier tokens from a buffer that only graphs fill.
+        # Penalties and masks also make it wait, because they need earlier tokens on the host.
         can_be_followed = not self.runs_async and not (
             result.num_computed or any(needs_host(item.sequence) for item in items)
         )

@@ -170,7 +170,7 @@ def _add_logprobs(choices: list[TokenChoice], logits: Tensor, sequences: list[Se
 def _logprobs(
     scores: Tensor, token_ids: list[int], count: int
 ) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
-    """Log probabilities of each row's token, and its `count` most likely tokens with theirs. Shapes: scores (B, V)."""
+    """For each row: its token's log probability; its `count` most likely tokens with theirs. Shapes: scores (B, V)."""
     totals = scores.logsumexp(-1, keepdim=True)
     values = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
     top = scores.topk(min(count, scores.shape[1]), dim=-1)
@@ -282,7 +282,7 @@ def _mix(state: int) -> int:
 def random_bits(keys: Tensor, num_tokens: int) -> Tensor:
     """The first `num_tokens` outputs of each stream: 64 random bits as int64.
 
-    Int64 wraps as uint64 does; only right shifts must mask the copies of the sign bit. Shapes: keys (B,), int64 by
+    Int64 wraps as uint64 does; only right shifts must mask the copies of the sign bit. Shapes: keys (B,), int64 from
     `signed`; returns (B, V).
     """
     token_ids = torch.arange(1, num_tokens + 1, device=keys.device)

@@ -85,7 +85,7 @@ class StepInputs:
         positions: Sequence[Sequence[int]] = (),
         **others: Any,
     ) -> Self:
-        """`positions` has R rows of N; by default, it is the indices. `others`: values of further fields."""
+        """`positions` has R rows of N; by default, positions are the indices. `others`: values of further fields."""
         indices: list[int] = []
         slots: list[int] = []
         offsets, lengths = [0], []

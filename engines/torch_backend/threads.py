@@ -1,4 +1,4 @@
-"""Chooses the number of CPU threads: by the machine, the container's limit, and the model."""
+"""Chooses the number of CPU threads for the machine, the container's limit, and the model."""
 
 import fcntl
 import hashlib
@@ -27,9 +27,9 @@ ONE_THREAD_BYTES = 32 * 2**20
 _PROMPT_TOKENS = 16  #: length of the timed prompt, enough for tiled kernels
 _ROUNDS = 2
 _MARGIN = 1.1  #: a smaller difference is noise
-_HOPELESS = 1.3  #: if decoding is slower by this factor, even fewer threads are not tried
+_HOPELESS = 1.3  #: if decoding is slower by this factor, smaller numbers of threads are not tried
 _MAX_AGE_S = 86_400.0  #: maximum age of a stored measurement
-_BUSY = 0.05  #: the machine is busy if threads wait for a processor for a larger ratio of the time
+_BUSY = 0.05  #: the machine is busy if threads wait for a processor for a larger share of the time
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 OWN_THREADS = Path("/proc/self/task")
@@ -114,7 +114,7 @@ def _recall(runner: ModelRunner, most: int, shape: str, library: Library) -> Ste
 def _read_fresh(file: Path) -> StepTimes | None:
     """A stored measurement; None if there is none, or it is damaged or too old."""
     try:
-        age_s = time.time() - file.stat().st_mtime  # noqa: TID251 - of a file
+        age_s = time.time() - file.stat().st_mtime  # noqa: TID251 - the age of a file
         stored = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
@@ -122,7 +122,7 @@ def _read_fresh(file: Path) -> StepTimes | None:
 
 
 def _time_steps(runner: ModelRunner, most: int) -> StepTimes | None:
-    """The shortest times of two rounds with ever fewer threads; None if the machine is busy."""
+    """Times for `most` threads, half as many, and so on: the shorter of two tries. None if the machine is busy."""
     trial, times = Trial(runner), dict[int, tuple[float, float]]()
     began, waited_s = time.monotonic(), _waited_s()
     chunk = min(_PROMPT_TOKENS, trial.longest_chunk)

@@ -112,7 +112,7 @@ class LinearGroup:
         return y
 
     def forward(self, x: Tensor) -> Tensor:
-        """Call the group for any leading dimensions, in the dtype of x. Shapes: (..., K); returns (..., N)."""
+        """Call the group with any leading dimensions; the result has x's dtype. Shapes: (..., K); returns (..., N)."""
         # the function mode of multimodal/parts.py can split this call, but not the operations inside our kernels
         if has_torch_function((x,)):
             return handle_torch_function(self._forward, (x,), x)
@@ -144,7 +144,7 @@ class LinearGroup:
                 before = replace(before, norm=norm)
         [(op, _)] = kinds
         kernel: LinearKernel | None = ops[op](self.layers, before, dtype)
-        if kernel is None or isinstance(kernel, ReferenceKernel):  # permutes inputs itself
+        if kernel is None or isinstance(kernel, ReferenceKernel):  # which permutes inputs itself
             return None
         if order is not None:
             is_gated = kernel.fuses_prologue and before.gate is not None

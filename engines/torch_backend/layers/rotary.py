@@ -44,7 +44,7 @@ class RotaryTable:
     cos: Tensor  #: (positions, D)
     #: (positions, D), with the sign of "rotate half", so that a rotation is a roll, a product and a sum
     sin: Tensor
-    channel_rows: Tensor | None = None  #: (D,) which row rotates each channel; None with one row
+    channel_rows: Tensor | None = None  #: (D,) position row of each channel; None if R is 1
     num_rows: int = 1  #: R, positions of one token
     others: tuple[Self, ...] = ()  #: tables of layers whose `Heads.rope` is 1, 2 and so on
 
