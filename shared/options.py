@@ -42,7 +42,7 @@ _COMMON: SettingOptions = {
     "redis.url": option(
         str,
         "--redis-url",
-        "redis://, rediss://, unix:// or redis+sentinel:// URL, or shards: NAME=URL,NAME=URL.",
+        "URL of Redis (redis://, rediss://, unix:// or redis+sentinel://); for shards a list: NAME=URL,NAME=URL.",
     ),
     "logs.level": option(
         Literal["debug", "info", "warning", "error"],

@@ -57,7 +57,7 @@ Bind = Callable[[Sequence[nn.Module], Prologue, torch.dtype], LinearKernel | Non
 
 @dataclass(eq=False)
 class ReferenceKernel:
-    """Runs the reference arithmetic of each layer, in one dtype for all weights."""
+    """Runs the reference arithmetic of each layer, with inputs in one dtype, whatever the dtype of the weights."""
 
     _layers: Sequence[nn.Module]
     _dtype: torch.dtype | None = None  #: None: the dtype of the input
