@@ -621,7 +621,7 @@ class BatchRunner:
         waiting = [each for each in waiting if each[1] not in self._running]
         cancelled = await asyncio.to_thread(self._batches.cancelled_ids) if waiting else set()
         for owner, id_ in [each for each in waiting if each[1] in cancelled]:
-            waiting.remove((owner, id_))  # it runs no lines, so MAX_RUNNING does not apply
+            waiting.remove((owner, id_))  # cancelled batches run no lines: MAX_RUNNING is ignored
             await self._try_to_run(owner, id_)
         while waiting and len(self._running) < MAX_RUNNING:
             # For fairness, choose the oldest batch of the owner with the fewest running batches.
@@ -778,7 +778,7 @@ class _Computing:
             line = read_line(self._lines[number], number)
             result = await self._runner.answer(self._record, line)
             if not result.is_completed and not self._runner.may_ask(self._record):
-                return  # the key has ended: the failure must not be stored as the line's result
+                return  # the failure may be due to the key: do not store it as the line's result
             self._results.append(result)
             if len(self._results) >= _PART_RESULTS:
                 self._has_room.clear()
@@ -796,7 +796,7 @@ class _Computing:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):
                     return
-            except StoreError as error:  # such as a full disk; lines pause at _PART_RESULTS results
+            except StoreError as error:  # such as a full disk; at _PART_RESULTS results, lines wait
                 logger.warning("cannot store results of a batch, retrying: %s", error)
 
     async def flush(self) -> None:

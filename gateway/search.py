@@ -91,7 +91,7 @@ class Outage:
         self._last_s = RESTART_S
 
     def begin(self, now: float) -> int:
-        """Record a failure. Returns retry-after: the last outage's length minus this one's; if negative, this one's."""
+        """Record a failure. Returns retry-after: how much longer the last outage took, else the length of this one."""
         self._began_at = self._began_at or now
         so_far_s = now - self._began_at
         left_s = self._last_s - so_far_s

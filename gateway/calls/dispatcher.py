@@ -190,7 +190,7 @@ class Dispatcher:
         return call
 
     def fail_all(self, message: str, tenants: Collection[str] | None = None) -> None:
-        """Fail all open requests. With `tenants`, whose keys have ended, fail and cancel only their requests."""
+        """Fail all open requests. With `tenants`, fail and cancel only their requests: their keys are invalid."""
         kind = Failed if tenants is None else KeyEnded
         for call, choice in self._all_routes():
             if tenants is None or call.tenant in tenants:

@@ -68,7 +68,7 @@ class Hooks:
         self, plan: Plan, surface: Surface, model: str, context: RequestContext
     ) -> Plan:
         """The plan with the texts that the hooks changed. Raises: ApiError."""
-        prompts: dict[int, list[HookMessage]] = {}  # by id of the prompt, which choices share
+        prompts: dict[int, list[HookMessage]] = {}  # by `id` of the prompt; choices may share one
         for task in plan.tasks:
             if (name := id(_prompt_of(task))) not in prompts:
                 texts = prompts[name] = []

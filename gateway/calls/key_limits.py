@@ -48,7 +48,7 @@ from shared.settings.tree import Prices
 
 CHARS_PER_TOKEN = 4
 TOKENS_PER_IMAGE = 576  #: as in LLaVA-1.5; for models without a fixed number of tokens per image
-#: Estimated tokens of an answer without `max_tokens`, until it has ended.
+#: Tokens reserved for an answer without `max_tokens`, until its actual length is known.
 OPEN_ANSWER_TOKENS = 512
 #: Maximum tokens that a chat template or an embedding prompt adds to each prompt; for budgets.
 TOKENS_PER_PROMPT = 256

@@ -290,7 +290,7 @@ class Lifecycle:
         events = await self._run(finding, card, recorder, held)
         asking.image_decode_s = time.perf_counter() - began_at
         [found] = [event for _, event in events if isinstance(event, Tokenized)]
-        # Stored files are closed. Without data, `_store_images` uses the stored image.
+        # `_run` has stored the media and closed the files. Media without data are not stored again.
         stored = [e if isinstance(e.data, bytes) else replace(e, data=None) for e in loaded]
         return surface.cut(replace(plan, loaded=stored), found.segment_ends)
 

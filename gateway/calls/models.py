@@ -164,7 +164,7 @@ class ModelDirectory:
         self.adapters: dict[str, ModelCard] = {}  #: by `model:adapter`
         self._adapter_labels: set[str] = set()
         self._gone: frozenset[str] = frozenset()  # models without a worker for _GONE_AFTER_S
-        self._other_versions: dict[str, ModelCard] = {}  # of workers with another protocol
+        self._other_versions: dict[str, ModelCard] = {}  # cards with another protocol version
         self.num_workers: Counter[str] = Counter()  #: by model
         #: By model: the capacity of its smallest worker, in concurrent requests.
         self.num_seats: dict[str, int] = {}
@@ -216,7 +216,7 @@ class ModelDirectory:
         """Read the registry. Raises: QueueUnavailable, RedisError, OSError."""
         async with self._lock:
             known = await self.registry.models()
-            workers = await self.registry.workers()  # after models: a worker registers itself first
+            workers = await self.registry.workers()  # after models: workers register before models
             known += sorted((worker.card for worker in workers), key=lambda card: card.created_at)
             deployed, versions = await self._read_routes({card.name for card in known})
             await self.table.refresh()

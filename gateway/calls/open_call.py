@@ -146,7 +146,7 @@ class OpenCall:
     submitted: Sequence[Call] = ()  #: one for each choice
     charge: Charge | None = None
     full_in_s: tuple[float, float] | None = None  #: see `shared.queue.api.Submitted`
-    begins_by = 0.0  #: Redis may not know the request until this reading of `time.monotonic`
+    begins_by = 0.0  #: before this `time.monotonic`, a request that Redis lacks does not fail
     _waiter: asyncio.Future[None] | None = None
 
     def __init__(

@@ -312,7 +312,7 @@ class Resume:
             if await self.records.remember(request_id, data, self.keep_s):
                 return None
             record = await self._recall(request_id)
-            if record is None:  # an attempt that was refused elsewhere has just deleted it
+            if record is None:  # an attempt that was refused has just deleted it
                 continue
             found = (record.tenant, record.surface, record.fingerprint)
             if found != (wanted.tenant, wanted.surface, wanted.fingerprint):

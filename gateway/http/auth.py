@@ -1,8 +1,8 @@
 """API keys: bearer tokens or `x-api-key`. Keys of the settings are compared by digest in constant time.
 
 Plain keys are not stored. Without keys the gateway is open, which `check_exposure` allows only on loopback addresses
-or with `allow_open`. With keys, `/metrics` requires one; if the settings have admin keys or a root key, it needs the
-role `adapters`. Prometheus reads the key from the file in its setting `authorization: credentials_file`.
+or with `allow_open`. With keys, `/metrics` requires a key; if the settings have admin keys or a root key, the key needs
+the role `adapters`. Prometheus reads the key from the file in its setting `authorization: credentials_file`.
 """
 
 import hashlib

@@ -463,7 +463,7 @@ class JsonBody(Generic[T]):
         """Decode a body. Without `context`, unknown fields are refused. Raises: InvalidRequest, which names a field."""
         try:
             if not body.isascii():
-                body.decode()  # the decoder does not validate fields that it skips
+                body.decode()  # check the UTF-8 of fields that the decoder skips
             try:
                 decoded = self._decoder.decode(body)
             except msgspec.ValidationError:

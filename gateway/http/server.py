@@ -167,7 +167,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._read = data
         super().data_received(data)
         self._read = b""
-        if self._has_ended:  # an unknown part of this read belongs to the previous request
+        if self._has_ended:  # do not count this read: it also has data of the previous request
             self._num_received = 0
         if self.transport.is_closing():
             return

@@ -37,8 +37,8 @@ class Used(Struct):
 class UsageLog:
     """Reads and saves usage.
 
-    If Redis loses its set of sums of a day, it starts another set, with another number. The usage of a day is the total
-    of all its sets. If Redis is restored from an older copy, its sums are raised to the saved ones.
+    Redis counts the usage of a day in a numbered set of sums. If it loses the set, it begins one with another number.
+    The usage of a day is the total of its sets. If Redis is restored from an older copy, saved sums replace lower ones.
     """
 
     def __init__(self, queue: GatewayQueue, durable: PackageStore | None) -> None:
