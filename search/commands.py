@@ -470,7 +470,7 @@ def open_embedder(
     return LocalEmbedder(engine, model, prompt, usual)
 
 
-LINE_S = 5.0  #: between lines of progress where there is no terminal
+LINE_S = 5.0  #: interval of lines of progress if stderr is not a terminal
 LOAD_ITEMS = 512
 IMAGE_BYTES = 16 * 1024 * 1024  #: maximum bytes of images per request, before base64 adds a third
 EXPORT_PART_ITEMS = 8192

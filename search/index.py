@@ -90,7 +90,7 @@ _SQL: dict[str, Callable[[Any], str]] = {
 
 
 def to_sql(where: Filter) -> str:
-    """The filter as SQL of Lance, over `filterable`, a JSON column of `to_json`."""
+    """The filter as SQL of Lance over the column `filterable`, which `to_json` encodes."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         getter = {"s": "string", "n": "float", "b": "bool"}[_kind(value)]
@@ -126,7 +126,7 @@ def hexadecimal(text: str) -> str:
 
 
 def to_postgres(where: Filter, values: list[Any]) -> str:
-    """The filter as SQL over `filterable`, a JSONB column of `to_json` with `hexadecimal`; appends to `values`."""
+    """SQL over the column `filterable`, which `to_json` encodes with `hexadecimal`; appends to `values`."""
 
     def compare(sign: str, key: str, value: Any) -> str:
         kind = _kind(value)
