@@ -246,7 +246,7 @@ def _split_off_result(events: Sequence[CallEvent]) -> tuple[Sequence[CallEvent],
 
 
 class Unreadable(Exception):
-    """The payload of a call cannot be decoded; `refusal` is the event that ends the call."""
+    """The payload of a call cannot be decoded; `refusal` is the publication that ends the call."""
 
     def __init__(self, refusal: Publication) -> None:
         super().__init__(refusal.dead_reason)
@@ -286,7 +286,7 @@ class ActiveRequest(Struct, eq=False):
     added_at: float = 0.0  #: when the engine accepted it
     num_tokens: int = 0  #: output tokens published so far
     num_publications: int = 0
-    is_uncounted: bool = False  #: whether it failed, but not by a fault of the version
+    is_uncounted: bool = False  #: whether it failed with a code that is not in `VERSION_FAULTS`
     is_announced: bool = False  #: whether `Started` was posted
     is_traced: bool = False  #: whether its spans were recorded
     preparation: asyncio.Task[None] | None = None
@@ -450,7 +450,7 @@ class ActiveRequests:
                 active.preparation = asyncio.create_task(self._prepare(active))
 
     def _may_start(self, claim: Claim) -> bool:
-        """Whether a claim may start: a possible poison request must not run beside requests with a crash count of 0."""
+        """Whether a claim may start: possible poison requests never run beside requests that no crash interrupted."""
         if not self._poison_candidates:
             return True
         started = [active for active in self._active_requests.values() if active.started_at]

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Minimum interval between reads of the engine's statistics, which can take longer than a step.
 STATS_EVERY_S = 0.005
-IDLE_S = 1.0  #: interval of checks whether an idle engine has lost its server
+IDLE_S = 1.0  #: longest pause between calls of `has_work`, by which an idle engine reports that its server is lost
 CLOSE_WITHIN_S = 5.0
 EXIT_WEDGED = 70
 #: Maximum delay of tokens of answers that are not streamed.
@@ -105,7 +105,7 @@ class EngineThread:
             self._deliver()
 
     def _send(self, command: Command) -> None:
-        """Queue a command, and wake the thread after this iteration of the event loop, which holds the GIL."""
+        """Queue a command, and wake the thread after this iteration of the loop: until then it would await the GIL."""
         if not self._unsent:
             self._loop.call_soon(self._send_all)
         self._unsent.append(command)

@@ -175,7 +175,7 @@ class Worker:
         self._stopping.set()
 
     async def _release_unclaimed(self) -> None:
-        """Release claims whose replies were not received, so that others need not wait for their leases to expire."""
+        """Release requests that Redis assigned to this worker in lost replies, so that other workers can run them now."""
         for loops in self._loops:
             with suppress(QueueUnavailable):  # `_leave` retries
                 await loops.queue.leave(keep=[active.claim for active in loops.active()])
@@ -333,7 +333,7 @@ class QueueLoops:
         return min(-(-room // (1 + len(self._others))), MAX_CLAIMS_PER_READ)
 
     async def _reclaim_once(self) -> None:
-        """Take over requests of lost workers, and own claims whose replies were lost.
+        """Take over requests of lost workers, and requests that Redis assigned to this worker in lost replies.
 
         Takes over one request at a time, so that other workers can try other possible poison requests. While no lease
         has expired, only one worker per heartbeat scans for expired leases.
@@ -412,7 +412,7 @@ class QueueLoops:
 
 
 async def repeat(body: Callable[[], Awaitable[None]], name: str, every_s: float = 0.0) -> None:
-    """Run `body` every `every_s` seconds; while Redis fails, with exponential backoff."""
+    """Run `body` every `every_s` seconds. While Redis fails, retry it with exponential backoff."""
     pause_s = 0.0
     while True:
         try:

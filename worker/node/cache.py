@@ -127,7 +127,7 @@ class Cache:
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """A key that changes with the file, because the owner cannot set its ctime. None: not a regular file."""
+    """A key that every change of the file changes: not even its owner can set the ctime. None: not a regular file."""
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         return None

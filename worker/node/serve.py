@@ -44,7 +44,7 @@ SAMPLE = Path(__file__).parents[2] / "engines" / "packages" / "shapes" / "sample
 TEXT_QUESTION = "Write a sentence about the sea."
 GRACE_S = 5.0
 REDIS_POLL_S = 0.1
-PROGRESS_S = 5.0  #: between lines of progress where there is no terminal
+PROGRESS_S = 5.0  #: interval of progress messages
 
 console = Console(stderr=True, highlight=False)
 logger = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ async def keep_running(redis: EmbeddedRedis) -> None:
         await asyncio.sleep(pause_s)
         pauses.started()
         try:
-            redis.restart()  # not in another thread, with which the server would end
+            redis.restart()  # in this thread: the server ends with the thread that started it
         except (EmbeddedRedisError, OSError) as error:
             logger.warning("redis does not start: %s", error)
 
@@ -303,7 +303,7 @@ async def wait_until_served(
         with console.status("starting") as status:
             while True:
                 models: list[dict[str, Any]] = []
-                with suppress(httpx.HTTPError):  # the gateway is starting, or it or Redis is busy
+                with suppress(httpx.HTTPError):  # gateway or Redis are starting or busy
                     if (await client.get("/readyz?workers=1")).is_success:
                         if search:
                             (await client.get("/v1/vector_stores")).raise_for_status()
