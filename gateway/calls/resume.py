@@ -306,7 +306,7 @@ class Resume:
             return None
 
     async def _remember(self, request_id: str, wanted: StreamRecord) -> StreamRecord | None:
-        """Store a record or return the existing one. Raises: InvalidRequest if it is of another request; Overloaded."""
+        """Store a record, or return the existing one. Raises: Overloaded; InvalidRequest for another request."""
         data = msgspec.json.encode(wanted)
         for _ in range(_MAX_REMEMBERS):
             if await self.records.remember(request_id, data, self.keep_s):

@@ -487,7 +487,7 @@ class JsonBody(Generic[T]):
         return decoded
 
     def _too_deep(self, body: bytes) -> InvalidRequest:
-        """The error for a value that nests too deeply; it names the field if it is within the searched bytes."""
+        """The error for a value that nests too deeply. Names the field, unless it is beyond the searched bytes."""
         most = LimitSettings.max_json_depth
         path: list[str | int] = []  # key or index of each open container
         key = "?"
