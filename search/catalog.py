@@ -68,7 +68,7 @@ class Sqlite:
 
     @contextmanager
     def change(self, owner: str = "") -> Iterator[None]:
-        """One transaction of this thread; one at a time for an owner (a store or tenant)."""
+        """One transaction of this thread. Transactions of one owner (a store or tenant) run one after another."""
         with self._writing, self._connection:  # commits, or rolls back
             self._connection.execute("BEGIN IMMEDIATE")
             yield

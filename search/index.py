@@ -210,7 +210,7 @@ class OrderedIds:
     `add` and `remove` to update the cached windows.
     """
 
-    _read_ids: Callable[[str, int], list[str]]  #: arguments: id, limit; the sorted ids after the id
+    _read_ids: Callable[[str, int], list[str]]  #: sorted ids after an id; arguments: id, limit
     _read_items: Callable[[Sequence[str]], list[Item]]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _windows: "list[_Window]" = field(default_factory=list)

@@ -25,7 +25,7 @@ from shared.settings import SettingsError, first_line
 SCAN_ROWS = 10_000
 #: Maximum number of dimensions that pgvector can index as 32-bit floats.
 MAX_INDEXED_DIMENSIONS = 2000
-#: Candidates of a search in the index; pgvector allows 1,000.
+#: Minimum candidates of a search in the index, and the maximum that pgvector allows.
 _EF_SEARCH, _MAX_EF_SEARCH = 400, 1000
 _CONNECT_S = 10
 _SILENT_MS = 20_000  #: a server that acknowledges nothing for this time is lost
