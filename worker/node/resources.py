@@ -1,4 +1,4 @@
-"""GPUs and memory of a machine, and memory of its instances, read from the kernel: the supervisor loads no torch.
+"""GPUs and memory of a machine, and memory of its instances, from the kernel, because the supervisor loads no torch.
 
 Source: proc(5), `RssAnon` and `RssShmem`; cgroups(7), `memory.max` and version 1's `memory.limit_in_bytes`.
 """

@@ -3,7 +3,7 @@
 The child has neither API keys nor the address of Redis, and its memory and CPU time are limited. Where the kernel
 supports it, the child cannot open files or sockets. An image that crashes the child fails alone.
 The worker writes a file to shared memory, and the child overwrites it with RGB pixels or an error message. A request on
-the socket is the file's size and the admitted width and height; an answer is width, height and length of the error.
+the socket is the file's size and the expected width and height; an answer is width, height and length of the error.
 """
 
 import io
