@@ -232,7 +232,7 @@ def to_rates(limits: Limits, full_in_s: tuple[float, float]) -> list[Rate]:
 
 
 class PossibleTokens(Struct, frozen=True):
-    """Maximum tokens of a request: at least one, at most the model's context."""
+    """Estimated tokens of a prompt and of its longest answer. The total is at least 1."""
 
     num_prompt_tokens: int
     num_answer_tokens: int
@@ -243,7 +243,7 @@ class PossibleTokens(Struct, frozen=True):
 
 
 def possible_tokens(task: Task, card: ModelCard) -> PossibleTokens:
-    """Maximum prompt and output tokens, within the model's context."""
+    """Estimate the tokens of a task. The total of a generation is within the model's context."""
     if isinstance(task, Tokenize):
         return PossibleTokens(1, 0)
     num_chars = sum([len(text) for text in task.texts()])

@@ -136,7 +136,7 @@ class Overloaded(ApiError):
 
 
 class RateLimited(Overloaded):
-    """A limit of this key or address is exceeded; others are served."""
+    """A limit of this key or address is exceeded. Other keys and addresses are served."""
 
     status = 429
     type = "rate_limit_error"

@@ -225,7 +225,7 @@ class KeyDirectory:
             self._guests = await self._store.guests() | self._guests
 
     async def guests_of(self, name: str) -> list[str]:
-        """The tenants of the guests with a name. Raises: RedisError."""
+        """The tenants of all guests that have this name. Raises: RedisError."""
         found = await self._store.guests() | self._guests
         return [tenant for tenant, known in found.items() if known == name]
 

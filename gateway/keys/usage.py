@@ -101,7 +101,7 @@ class UsageLog:
             await asyncio.sleep(min(max(_SAVE_S, took_s / _MOST_LOAD), _LONGEST_PAUSE_S))
 
     async def _restore(self) -> None:
-        """Raise sums and budgets of a Redis that was started, or failed over, since the last call."""
+        """If a Redis was started or failed over since the last call, raise its sums and budgets to the saved ones."""
         servers = await self._queue.servers()
         runs = {name: info.get("run_id", "") for name, info in servers.items()}
         if all(self._runs.get(name) == run for name, run in runs.items()):
