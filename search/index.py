@@ -112,7 +112,7 @@ def sql_text(text: str) -> str:
 
 
 def to_json(attributes: Attributes, write_text: Callable[[str], str] = str) -> str:
-    """Encode attributes for the JSON column, with keys of `_name`; numbers are floats."""
+    """Encode attributes for the JSON column `filterable`. `_name` makes the keys, and numbers are floats."""
     write: dict[str, Callable[[Any], Any]] = {"s": write_text, "n": float, "b": bool}
     columns = {_name(key, value): write[_kind(value)](value) for key, value in attributes.items()}
     return json.dumps(columns, allow_nan=False)
