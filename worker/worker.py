@@ -175,7 +175,7 @@ class Worker:
         self._stopping.set()
 
     async def _release_unclaimed(self) -> None:
-        """Release requests that Redis assigned to this worker in lost replies, so that other workers can run them now."""
+        """Release requests that Redis assigned to this worker in lost replies, so that other workers can run them."""
         for loops in self._loops:
             with suppress(QueueUnavailable):  # `_leave` retries
                 await loops.queue.leave(keep=[active.claim for active in loops.active()])

@@ -55,7 +55,7 @@ class _KeySet(msgspec.Struct):
 
 
 class TokenKeys:
-    """Finds stored API keys by key or token. While the issuer is unreachable, its last known signature keys are used."""
+    """Finds API keys by key or token. While the issuer is unreachable, its last known signature keys are used."""
 
     def __init__(self, settings: OidcSettings, stored: KeyDirectory) -> None:
         """Raises: SettingsError."""

@@ -153,7 +153,7 @@ def _deploy_key(folder: Path) -> str:
 
 @contextmanager
 def _key_by_port(by_port: Path, folder: Path) -> Iterator[None]:
-    """Link the deploy key into `by_port`, where `vlm deploy` reads it. Skipped if `by_port` is `folder` or not writable."""
+    """Link the deploy key into `by_port`, where `vlm deploy` reads it, unless `by_port` is `folder` or not writable."""
     link, key = by_port / "data-dir.key", folder / "deploy.key"
     with suppress(OSError):
         link.unlink(missing_ok=True)  # left by a killed process
