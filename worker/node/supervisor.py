@@ -1,7 +1,7 @@
 """The supervisor of one machine: starts processes by their `vlm` command lines, watches them, drains them in order.
 
 Processes that end are restarted with exponential backoff. Until all processes are ready, the node ends if a process
-fails three times, or if the gateway (`must_start`) fails once, because its port or settings are wrong.
+fails three times. One failure of the gateway (`must_start`) is enough: then its port or settings are wrong.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ async def start_process(
     is_piped: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Run `python -m module arguments...` in a new session, so that Ctrl-C reaches only this process.
+    """Run `python -m module arguments...` in a new session, so that Ctrl-C reaches only the parent.
 
     The child ends with this process. `is_piped`: its stdin and stderr are pipes.
     """
