@@ -1,8 +1,8 @@
 """Target vectors of the vision tower: one for each property of a patch.
 
 The tower learns to output, for every patch, the sum of the vectors of its cell's properties: "star", "red", "small",
-"top", "left" and so on. The vectors are orthogonal, so the decoder can read each property by a dot product. Used in
-training only, because a vision tower learns slowly from the decoder's answers alone.
+"top", "left" and so on. The vectors are orthogonal, so the decoder can read each property by a dot product. The targets
+are used only in training: without them, from the decoder's answers alone, a vision tower learns slowly.
 """
 
 import torch

@@ -14,7 +14,7 @@ from training.shapes.trainer import WEIGHTS
 
 
 def main(finetuned: Path, folder: Path, other: Path | None = None, share: float = 0.0) -> None:
-    """Convert the checkpoint of `finetune`, averaged with the checkpoint `--other` by `--share`."""
+    """Convert the checkpoint of `finetune`, averaged with the checkpoint `--other`, whose weight is `--share`."""
     weights = load_file(finetuned / WEIGHTS)
     if other is not None:
         others = load_file(other / WEIGHTS)

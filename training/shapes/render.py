@@ -34,7 +34,7 @@ SHADES: dict[str, tuple[Rgb, ...]] = {
 DIAMETERS = {"small": (0.13, 0.175), "large": (0.22, 0.31)}  # shares of the image's shorter side
 SMALLEST = 10  # pixels of diameter; below it, a star cannot be distinguished from a circle
 _FRAME_COLORS = ((0, 0, 0), (0, 0, 0), (128, 128, 128), (255, 255, 255), (139, 69, 19))
-FARTHEST = 0.28  # largest distance from the border to a shape of an outer place; the next place begins at 1/3
+FARTHEST = 0.28  # largest distance from the border to the center of a shape at an outer place; the next place begins at 1/3
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Style:
     width: int = 256  # pixels
     height: int = 256  # pixels
     supersampling: int = 1  # 1 draws hard edges
-    shade: int | None = None  # index into SHADES; None picks one for each shape
+    shade: int | None = None  # index into the shades of a color; None picks one for each shape
     shade_jitter: int = 0  # largest change of a color channel
     margin: float = 1 / 6  # from the border to the centers of the outer places
     place_jitter: float = 0.0  # jitter of each shape; the whole layout moves by up to half as much
