@@ -247,7 +247,7 @@ def bench_search(
     kinds: Annotated[
         str,
         typer.Option(
-            help="Comma-separated: flat, lance, or the postgresql:// URL of an empty database, whose CPU is not counted.",
+            help="Comma-separated: flat, lance, or the postgresql:// URL of an empty database (its CPU is not counted).",
             callback=_names("flat", "lance", "postgresql"),
         ),
     ] = "flat,lance",

@@ -28,10 +28,10 @@ from engines.torch_backend.loading.stored_tensors import INDEX_FILE
 from engines.torch_backend.models.llava import FAMILY
 
 MAX_SHARD_BYTES = 2 * 1024**3
-#: Ids after those of the tokenizer, for `<image>` and `<pad>`, as in llava-hf.
+#: Number of ids after the base tokens, as in llava-hf: `<image>`, `<pad>` and unused ids.
 _NUM_SPARE_TOKENS = 64
 _NUM_BASE_TOKENS = 32000
-IMAGE_ID = _NUM_BASE_TOKENS  #: `<image>`; then `<pad>` and the special tokens of a family
+IMAGE_ID = _NUM_BASE_TOKENS  #: id of `<image>`; the next ids are `<pad>` and the special tokens of a family
 SMOLVLM = "smolvlm2-500m"
 
 Parameter = tuple[str, tuple[int, ...]]
@@ -73,7 +73,7 @@ def make_checkpoint(
     (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE, encoding="utf-8")
     parameters = list_parameters(config)
     generator = torch.Generator().manual_seed(seed)
-    # LLaMA's 0.02; narrow models need larger weights, or they repeat one token forever.
+    # At least 0.02, as in LLaMA. Narrow models need larger weights, or they repeat one token forever.
     std = max(0.02, 6.4 / config.get_text_config(decoder=True).hidden_size)
     planned = {name: torch.empty(size, dtype=dtype, device="meta") for name, size in parameters}
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)

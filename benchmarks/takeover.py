@@ -21,7 +21,7 @@ IMAGE = Path("engines/packages/shapes/samples/shapes.png")
 QUESTION = "Describe the image."
 KILL_AFTER = 8  #: tokens before the kill
 LEASE_S = 2
-#: Minimum gap of a stream whose worker was killed; other streams have shorter gaps.
+#: A longer gap shows that the killed worker was computing the stream; other streams have shorter gaps.
 _LEAST_GAP_S = 0.2
 _WIDTH, _HEIGHT, _LINE = 92, 9, 20
 

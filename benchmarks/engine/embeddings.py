@@ -90,7 +90,7 @@ def measure(shape: str, rounds: int, peers: Path | None) -> list[Sequence[str]]:
 
 
 def measure_images(rounds: int) -> list[Sequence[str]]:
-    """Rows of the image tower of CLIP ViT-B/32, and of open_clip's, which has other weights."""
+    """Table rows of our image tower of CLIP ViT-B/32 and of open_clip's; their weights differ."""
     import open_clip  # noqa: PLC0415 - takes seconds
 
     pixels = list(torch.rand(NUM_IMAGES, 3, 224, 224))

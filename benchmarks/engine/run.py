@@ -1,8 +1,8 @@
 """The benchmark of the engine: scenarios, batch sizes, interleaved rounds, and the report.
 
-Called by `vlm bench engine`. All cells share one engine and are interleaved, so that other load on the machine affects
-them equally. The model is warmed up, and each cell runs once, before the first measurement. Every request is new, so
-that caches have no effect.
+Called by `vlm bench engine`. All cells (pairs of a scenario and a batch size) share one engine and are interleaved, so
+that other load on the machine affects them equally. The model is warmed up, and each cell runs once, before the first
+measurement. Every request is new, so that caches have no effect.
 """
 
 from dataclasses import dataclass, replace

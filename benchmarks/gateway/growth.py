@@ -1,6 +1,6 @@
 """CPU time of Redis for open requests without events: `vlm bench gateway --growth WORKERS`.
 
-Workers with `NUM_SEATS` running requests each repeat the calls of a heartbeat, with the real scripts. The CPU
+Workers with `NUM_SEATS` running requests each repeat the calls of a heartbeat, which run the real Lua scripts. The CPU
 time is Redis's own, so that the figures do not depend on other processes of the machine.
 """
 

@@ -203,8 +203,8 @@ def cpu_per_request(results: list[Result]) -> dict[str, float]:
 def to_tables(measured: Measured) -> list[Table]:
     """One table per kind of request, with one row per number of connections and target.
 
-    `times` compares the median latencies of adjacent turns; below 1 the second target is faster. An
-    overloaded server puts several tokens into one event.
+    `times` compares the median latencies of adjacent turns; below 1 the second target is faster. `events` are the
+    events per request: fewer than tokens if an overloaded server puts several tokens into one event.
     """
     columns = ["server", "clients", "req/s", "p50\nms", "p99\nms", "times", "events"]
     columns += ["CPU ms:\ngateway", "worker", "Redis"]

@@ -17,7 +17,7 @@ from loadtest.fleet import ROOT
 
 
 class Peer:
-    """A system in a separate process, which answers each line of JSON with a line of JSON after it has loaded."""
+    """A system in a separate process. After it has loaded, it answers each line of JSON with a line of JSON."""
 
     def __init__(self, system: str, python: Path, options: dict[str, Any]) -> None:
         """Raises: ChildProcessError."""

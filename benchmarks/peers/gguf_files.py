@@ -119,7 +119,7 @@ def _write_tensors(
     rename: Callable[[str], str | None],
     arrange: Callable[[str, Tensor], Tensor],
 ) -> None:
-    """Write the tensors that `rename` names; vectors and the kernel of the patches keep full precision."""
+    """Write the tensors that `rename` gives a name: matrices (except position embeddings) as `kind`, all others as F32."""
     for stored in list_tensors(checkpoint):
         name = rename(stored.name)
         if name is None:

@@ -47,7 +47,7 @@ def peer_python(folder: Path, maker: str) -> Path:
 
 
 def _show_our_packages(environment: Path) -> None:
-    """Add our packages to the environment, after its own."""
+    """Let the environment import our packages too; its own packages have priority."""
     packages = sysconfig.get_path("purelib", vars={"base": str(environment)})
     line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (Path(packages) / "ours.pth").write_text(line)

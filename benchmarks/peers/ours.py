@@ -1,7 +1,7 @@
 """Our complete engine as a peer, from `add` to the token's text, without HTTP and queue.
 
-Runs in a separate process. Each sequence of a batch decodes after a context of random keys and values. They are read as
-fast as real ones, and computing sixteen prompts would take minutes.
+Runs in a separate process. Each sequence of a batch decodes after a context of random keys and values, because
+computing sixteen real prompts would take minutes. Random values are read as fast as real ones.
 """
 
 import time
@@ -48,7 +48,7 @@ class Ours:
         self.engine, self.runner = engine, engine.runner
         self._skipping = _SkippingRunner(engine.runner)
         for pool in engine.runner.kv_pools:
-            pool.data.normal_()  # else all pages are one page of zeros, which is read from the CPU cache
+            pool.data.normal_()  # else all memory pages are one page of zeros, which is read from the CPU cache
 
     def decode(self, batch_size: int, num_steps: int) -> float:
         """Time of whole engine steps."""
