@@ -42,7 +42,7 @@ class FamilyModel(nn.Module):
     #: The `Llama` that the runner runs over one KV cache pool; None in generic models.
     language_model: Any
     speed_path = "native"  #: implementation of the decoder: `native`, `lowered` or `generic`
-    converts_weights = False  #: whether `take` needs weights as they are stored
+    converts_weights = False  #: `take` converts the weights itself, so it must get them as stored
     shares_prefixes = True  #: whether KV blocks are the complete state of their tokens
     binds_prompts = False  #: whether attention within prompts is bidirectional
     state_bytes = 0  #: size of all sequences' states outside the KV cache
@@ -76,9 +76,9 @@ class FamilyModel(nn.Module):
         return "language_model.model.layers", self.language_model.model.layers
 
     def stored_rows(self, name: str) -> Mapping[str, Tensor | None]:
-        """The layers that hold the rows of a transformers layer, each with its row numbers; None: all rows in order.
+        """Our layers that hold rows of one transformers layer, each with the numbers of these rows in that layer.
 
-        Names are relative to the decoder's layers, such as "0.self_attn.q_proj".
+        None: all rows, in the same order. Names are relative to the decoder's layers, such as "0.self_attn.q_proj".
         """
         return {name: None}
 
