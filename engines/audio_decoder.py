@@ -31,7 +31,7 @@ _OPTIONS = OPTIONS | {
     "codec_whitelist": ",".join(CODECS),
 }
 _LEAST_RATE, _MOST_RATE = 1000, 384_000
-_PREROLL_S = 1.0  #: decoders need earlier packets to decode the first samples of a part
+_PREROLL_S = 1.0  #: decoding starts this much before a part, because its first samples depend on earlier packets
 _LOUDNESS_RATE = 4000
 _STEP_SAMPLES = 400  #: samples of a step of 0.1 s at `_LOUDNESS_RATE`
 _STEPS_PER_S = _LOUDNESS_RATE / _STEP_SAMPLES
@@ -96,7 +96,7 @@ class AudioFile:
         """End times of segments. Each ends at the quietest 0.4 s within the last third of `longest_s`."""
         if length_s <= longest_s:
             return (length_s,)
-        loudness, end_s = list[float](), 0.0  # by step
+        loudness, end_s = list[float](), 0.0  # the loudness of each step
         for at_s, piece in self._pieces(_LOUDNESS_RATE, 0.0):
             samples = memoryview(piece).cast("f")
             end_s = max(end_s, at_s + len(samples) / _LOUDNESS_RATE)

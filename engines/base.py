@@ -127,7 +127,7 @@ class PreparedImage(msgspec.Struct, frozen=True):
     frames: tuple[int, int] | None = None  #: numbers of sampled and all frames of a video
 
 
-#: Decodes bytes with the expected (width, height) to an RGB image. Raises: InvalidImage.
+#: Decodes an image file to RGB. Raises: InvalidImage, also if its (width, height) are not the given ones (None: any).
 Decode = Callable[[bytes, tuple[int, int] | None], Image.Image]
 
 #: Number of sampled frames if neither the request nor the checkpoint sets one.

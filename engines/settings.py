@@ -13,7 +13,7 @@ from engines.base import EngineStartError
 
 PREFIX = "VLM_ENGINE__"
 Spell = Callable[[str], str]  #: spelling of a setting's name in messages
-#: `json_schema_extra` of a field that is not documented: tests, benchmarks and nodes set it.
+#: `json_schema_extra` of a field that is not documented, because only tests, benchmarks and nodes set it.
 UNLISTED: dict[str, Any] = {"is_listed": False}
 
 

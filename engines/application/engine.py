@@ -1,6 +1,6 @@
 """Runs an application's tasks one at a time in a process that is restarted when it ends.
 
-A task whose process ended is retried once in a new one, unless it has streamed output. Each process enters a session
+A task whose process ended is retried once in a new process, unless the task has streamed output. Each process enters a session
 before it runs the session's first task.
 """
 
@@ -190,7 +190,7 @@ class ApplicationEngine(Engine[TaskInput]):
             self._state, self._cancel_until = "running", 0.0
             name, _, ending = task.request_id.partition("@")  # [SHARD@]ATTEMPT.NUMBER
             attempt = ending.rpartition("@")[2].partition(".")[0]
-            # An attempt of the queue has up to MAX_TRIES runs, so the numbers of unneeded runs are skipped.
+            # Each attempt of the queue has MAX_TRIES numbers, one per try; numbers of unneeded tries are skipped.
             number = MAX_TRIES * (int(attempt or 1) - 1) + task.num_tries
             told = {"task_id": task.task.id or name, "attempt": number}
             child.send(_line(type="run", session=session, **told, input=task.task.input))
@@ -320,7 +320,7 @@ class ApplicationEngine(Engine[TaskInput]):
 
 
 def _in_line(value: msgspec.Raw) -> msgspec.Raw:
-    """Replace carriage returns between JSON values, which would end a line of a stream."""
+    """Replace carriage returns between JSON values: in a stream, they would end the line."""
     data = bytes(value)
     return msgspec.Raw(data.replace(b"\r", b" ")) if b"\r" in data else value
 

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request", bound=EngineRequest)
 REPORT_EVERY_S = 0.05  #: interval between outputs of an answer that is not streamed
-#: Interval between outputs of a stream, multiplied by the number of running requests. Each output costs CPU time in
-#: worker and gateway.
+#: Interval between outputs of a stream per running request: with more requests, each stream has fewer outputs, because
+#: every output costs CPU time in worker and gateway.
 STREAM_INTERVAL_S = 0.001
 
 

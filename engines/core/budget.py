@@ -21,8 +21,7 @@ logger = logging.getLogger(__name__)
 TOO_LARGE = "The prompt needs more memory than the model's device has: send a shorter one."
 #: Steps without an out-of-memory error after which the limits are doubled.
 RECOVERY_STEPS = 1000
-#: Target duration of a step with prompt tokens, relative to one without. It is below 2, the highest
-#: acceptable ratio, because times vary.
+#: Target duration of a step with prompt tokens, relative to one without; below the acceptable 2, because times vary.
 MAX_SLOWDOWN = 1.6
 #: Maximum of prompt tokens with logprobs per step. Each needs one logit per token of the vocabulary.
 MAX_SCORED_TOKENS = 512
@@ -30,7 +29,8 @@ _ASYNC_PREFILL_TOKENS = 512  #: prompt tokens of a step that also decodes, on a 
 _SMALLEST_CHUNK = 3  # with one decode token, these fill a group of four rows of the CPU kernels
 _NUM_STREAMS = 8
 _TRIES = 2
-#: Factors of the limit after a step that was too long, and after any other. They balance if 1 % of steps are too long.
+#: Factors of the limit after a step that was too long, and after a shorter one that used the whole limit. They balance
+#: if 1 % of these steps are too long.
 _SHRINKING, _GROWING = 0.9, 1.001
 _SHARES = 0.2, 4.0  # bounds of the limit, as multiples of the initial measurement
 _LONGEST_RUN = 64  # steps with prompt tokens after which a step without them is measured again

@@ -170,7 +170,7 @@ class ModelRunner(Protocol):
     shares_prefixes: bool  #: whether KV blocks are the only state, so that prefixes can be shared
     #: Whether attention in prompts is bidirectional, so that one step computes a whole prompt.
     binds_prompts: bool
-    runs_async: bool  #: whether launching a step does not wait for the device
+    runs_async: bool  #: whether `launch` returns before the device has computed the step
 
     def launch(self, batch: Batch) -> RunningStep:
         """Start computing the scheduled tokens and sampling.

@@ -249,8 +249,8 @@ class Scheduler:
     ) -> int:
         """Limit the tokens so that they do not reach an image that this step cannot encode.
 
-        An image in which the last chunk of a running sequence ended is already encoded. Images and prompts with
-        bidirectional attention are computed in one step, regardless of the budget.
+        If the last chunk of a running sequence ended within an image, this image is already encoded. Images and prompts
+        with bidirectional attention are computed in one step, regardless of the budget.
         """
         if self.binds_prompts and num_new > 0:
             for image in sequence.images:
@@ -421,7 +421,7 @@ class StepPipeline:
         following = Batch()
         for place, item in running:
             sequence = item.sequence
-            if sequence.constraint is not None or item.draft:  # it needs the token in flight
+            if sequence.constraint is not None or item.draft:  # needs the token in flight
                 return Batch()
             num_output_tokens = item.end + 1 - sequence.num_prompt_tokens
             if num_output_tokens >= sequence.max_output_tokens:

@@ -31,7 +31,7 @@ _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 _FORCED_RATE, _RATE = 0.9, 0.5
 #: Acceptance rate above which an unprofitable draft is reconsidered early, and the number of tokens until then.
 _LIKELY, _REST = 0.6, 8
-#: Acceptance rate above which a successful trial does not resume drafting: at this rate, only costs forbid it.
+#: Above this acceptance rate, drafts are declined only because of their cost, so a successful trial changes nothing.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1
@@ -172,7 +172,7 @@ class Speculator:
         self.is_timed = False  #: whether the planned step is to be measured
         # time of a step without drafts, by number of sequences
         self._plain_s: dict[int, float] = {}
-        # cost of a draft token relative to that time, by magnitudes of sequences and draft tokens
+        # cost of a draft token relative to that time, by the `_magnitude` of the step
         self._costs: dict[tuple[int, int], float] = {}
         self._forced_rate = _FORCED_RATE  # acceptance rate of grammar drafts
         self._num_draft_steps = 0  # steps in a row with drafts
@@ -191,7 +191,7 @@ class Speculator:
     ) -> tuple[int, ...]:
         """At most `most` draft tokens for a sequence; empty if drafting would lower the token rate.
 
-        `most_beside`: the limit of all further drafts of the step while some sequences have no draft.
+        `most_beside`: limit of this and all later drafts of the step together, if some sequences have no draft.
         """
         self.is_timed = True
         history, constraint = sequence.history, sequence.constraint

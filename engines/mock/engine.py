@@ -411,7 +411,7 @@ _CLOSING = tuple(b'}]",0')
 
 
 def _choose_allowed(mask: bytes, token_id: int, value: int) -> int:
-    """`token_id` if the grammar allows it; else an allowed token, instead of EOS one that closes a JSON value."""
+    """`token_id` if the grammar allows it, else another token: for EOS, if possible one that closes a JSON value."""
     allowed = [t for t in range(VOCAB_SIZE) if mask[t >> 3] >> (t & 7) & 1]
     if token_id in allowed:
         return token_id

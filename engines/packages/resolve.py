@@ -29,7 +29,7 @@ BUILT_IN = {
     "shapes": Path(__file__).parent / "shapes" / "checkpoint",
     "shapes-clip": Path(__file__).parent / "shapes_clip" / "checkpoint",
 }
-#: Root files and `1_Pooling` of sentence-transformers; other folders have the model in other formats.
+#: Patterns of root files and of `1_Pooling` of sentence-transformers. Other folders have the model in other formats.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 _UNWANTED = ["[!1]*/*", "consolidated*.safetensors"]
 _HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>[\w./-]+))?")

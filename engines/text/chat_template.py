@@ -513,7 +513,7 @@ class ChatTemplate:
 
 
 def with_videos(source: str, for_videos: str) -> str:
-    """A template that renders conversations that contain videos by `for_videos`, and others by `source`."""
+    """A template that uses the template `for_videos` for conversations with a video, and `source` for all others."""
     return (
         "{% set videos = namespace(are_there=false) %}{% for message in messages %}"
         "{% if message['content'] is not string %}"

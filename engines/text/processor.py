@@ -366,7 +366,7 @@ class ChatProcessor:
     def _expand(
         self, rendered: str, items: list[Item], guard: str
     ) -> tuple[str, list[tuple[int, int]], list[Item]]:
-        """Replace placeholders by the texts of items. Returns the text, the (start, end) and the items, in order.
+        """Replace placeholders by the texts of items. Returns the text, the (start, end) of each item in it, and the items.
 
         A template keeps the order of the items of each kind, but may write all items of one kind first.
         """

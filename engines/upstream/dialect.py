@@ -39,7 +39,7 @@ class Chunk(msgspec.Struct):
     num_prompt_tokens: int | None = None  #: including image tokens and output of earlier attempts
     num_cached_tokens: int | None = None
     queue_s: float = 0.0
-    num_computed: int | None = None  #: tokens since the last send; set if `tokens` can lack some
+    num_computed: int | None = None  #: tokens of this stream so far; set if `tokens` can lack some
     text: str = ""  #: text of all new tokens; set if `tokens` can lack some
     lost: bytes = b""  #: bytes of `num_lost` tokens with unknown ids before `tokens`
     num_lost: int = 0
@@ -193,7 +193,7 @@ def to_bias(sampling: SamplingParams, media_token_ids: Sequence[int]) -> dict[st
 
 
 def has_output_penalty(sampling: SamplingParams) -> bool:
-    """Whether a request penalizes output tokens; on a retry, a server counts the earlier ones as part of the prompt."""
+    """Whether a request penalizes output tokens. A retry has them in its prompt, where servers do not count them."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 

@@ -65,7 +65,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class Vllm(Dialect):
-    """Continues answers from token ids. Answers with grammars or penalties need our logits processor."""
+    """Continues answers from token ids; with grammars or penalties, only if vLLM has our logits processor."""
 
     name = "vLLM"
     program = ("vllm", "serve")
