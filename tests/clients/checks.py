@@ -378,8 +378,8 @@ def proxy_checks() -> dict[str, Check]:
         right("".join(each.choices[0].delta.content or "" for each in chunks if each.choices))
 
     for name in bases:
-        told[f"by {name}: images"] = partial(answer, name)
-        told[f"by {name}: stream"] = partial(stream, name)
+        told[f"provider {name}: images"] = partial(answer, name)
+        told[f"provider {name}: stream"] = partial(stream, name)
     return told
 
 

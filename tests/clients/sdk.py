@@ -33,7 +33,7 @@ _FILE = re.compile(rb'("input_file_id"\s*:\s*)"[^"]*"')
 _REFUSED = "Error code: 4"  #: in the error of a test that is expected to fail
 _PATH = re.compile(r"/(models|responses|files|batches)/(?!input_tokens|compact)([^/?]+)")
 
-EVERY_PARAMETER = "every parameter at once, by placeholders"
+EVERY_PARAMETER = "requests with every parameter, set to placeholders"
 #: By package and file: reasons of expected failures, and the tests, without `test_method_` and similar prefixes.
 EXPECTED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "anthropic": {
@@ -43,7 +43,7 @@ EXPECTED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "openai": {
         "chat/test_completions.py": {
             EVERY_PARAMETER: ("create_with_all_params_*",),
-            "chat completions are not kept": (
+            "stored chat completions are not supported": (
                 "retrieve", "update", "list", "list_with_all_params", "delete",
             ),
         },
@@ -51,15 +51,15 @@ EXPECTED: Mapping[str, Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "test_responses.py": {
             EVERY_PARAMETER: ("create_with_all_params_*", "retrieve_with_all_params_*"),
             "stored responses are not streamed": ("retrieve_overload_2",),
-            "asks without a model": ("create_overload_*",),
-            "responses are not cancelled by id, nor compacted": ("cancel", "compact*"),
+            "requests without a model": ("create_overload_*",),
+            "responses cannot be cancelled by id, or compacted": ("cancel", "compact*"),
         },
         "responses/test_input_items.py": {EVERY_PARAMETER: ("list_with_all_params",)},
         "responses/test_input_tokens.py": {
             EVERY_PARAMETER: ("count_with_all_params",),
-            "asks without a model": ("count",),
+            "requests without a model": ("count",),
         },
-        "test_models.py": {"models are not deleted here": ("delete",)},
+        "test_models.py": {"models cannot be deleted": ("delete",)},
         "test_files.py": {
             EVERY_PARAMETER: ("create_with_all_params", "list_with_all_params"),
             "files of assistants need a search process": ("create",),
