@@ -292,7 +292,7 @@ class EngineStats(msgspec.Struct):
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_batch: int = 0  #: waiting requests that are batch work
-    num_steps: int = 0  #: also the worker's heartbeat
+    num_steps: int = 0  #: calls of `step`
     kv_usage_ratio: float = 0.0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0

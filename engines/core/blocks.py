@@ -48,7 +48,7 @@ def hash_block(
 class BlockManager:
     """Allocates blocks to sequences with reference counts, and finds cached prefixes.
 
-    A free block keeps its content until it is allocated again, least recently used first.
+    A free block keeps its content until it is reused. Blocks without a hash are reused first, then the oldest others.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BlockManager:
         self._published: dict[bytes, int] = {}
         self._promised: set[bytes] = set()  # hashes of blocks that the current step computes
         self._is_parking = False
-        # block tables freed while a step in flight may write to them
+        # lists of blocks that were freed while a step in flight may write to them
         self._parked: list[list[int]] = []
 
     @property

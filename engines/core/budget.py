@@ -160,7 +160,7 @@ class PrefillLimit:
     is_fixed: bool = False
     _share: float = field(default=1.0, compare=False)
     _alone_s: dict[int, float] = field(default_factory=dict, compare=False)  # by batch size
-    # steps since the last step without prompt tokens
+    # by batch size: steps since the last step without prompt tokens
     _num_mixed: Counter[int] = field(default_factory=Counter, compare=False)
     _stale: set[int] = field(default_factory=set, compare=False)
 

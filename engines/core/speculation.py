@@ -31,7 +31,7 @@ _LENGTHS = (1, 2, 3, 5, 7, 11, MAX_DRAFT)
 _FORCED_RATE, _RATE = 0.9, 0.5
 #: Acceptance rate above which an unprofitable draft is reconsidered early, and the number of tokens until then.
 _LIKELY, _REST = 0.6, 8
-#: Above this acceptance rate, drafts are declined only because of their cost, so a successful trial changes nothing.
+#: Above this acceptance rate, only costs can forbid drafts, so a successful trial does not resume them.
 _SURE = 0.9
 #: Weight of the newest measurement.
 _NEWEST = 0.1

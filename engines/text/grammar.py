@@ -43,7 +43,7 @@ MAX_CPU_S = 0.5  #: CPU time to compile a grammar and compute its first mask
 MAX_BYTES = 256 * 1024 * 1024
 _MAX_KEPT = 256  #: cached results: compiled grammars and refusals
 _MAX_KEPT_BYTES = 128 * 1024 * 1024
-_MIN_BYTES = 64 * 1024  #: size of a compiled grammar in the cache, at least
+_MIN_BYTES = 64 * 1024  #: a compiled grammar counts as at least this size
 ANSWER_TIMEOUT_S = 20.0  #: time limit of a verdict, on a busy machine
 
 _COMPLEX_WORDS = ("too many", "too large", "too big", "too complex", "limit", "fuel", "exceed")

@@ -148,7 +148,7 @@ class ControlSpelling:
 
 
 def _cut_at(rendered: str, mark: str) -> str:
-    """The prompt before the mark, cut as in transformers. Raises: InvalidRequest."""
+    """The prompt up to `mark`, which follows the text to continue, as in transformers. Raises: InvalidRequest."""
     start = rendered.rfind(mark.strip())
     if start < 0:
         raise InvalidRequest(

@@ -108,7 +108,7 @@ def to_mp4(video: OpenVideo, max_frames: float, max_fps: float) -> MediaFile:
     _check_limit(video, "frames a second", _TICKS_PER_S / duration, max_fps)
     frames = video.frames(indices)
     files = [_to_jpeg(frame) for frame in frames]
-    files += files[-1:] * (len(files) % 2)  # SGLang reads an even number
+    files += files[-1:] * (len(files) % 2)  # SGLang reads an even number of frames
     file, (width, height) = BytesIO(), frames[0].size
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_mux_stream("mjpeg", width=width, height=height)

@@ -29,7 +29,7 @@ RETRY_S = 0.2
 BUSY = (429, 503)
 _ERROR = b'"error"'
 _stream_numbers = count()
-OPERATOR = (401, 402, 403, 404, 405)  #: a wrong key, account or address, not the client's fault
+OPERATOR = (401, 402, 403, 404, 405)  #: wrong key, account or address, for the operator to fix
 #: Texts in error messages of vLLM and SGLang about a prompt that does not fit.
 _TOO_LONG = ("context", "max_model_len", "maximum allowed length", "too long")
 
