@@ -22,8 +22,8 @@ WEIGHTS = "model.safetensors"
 class Trainer:
     """Trains the parameters of a module that require gradients, and keeps a running average of them.
 
-    `autocast`: matrices are multiplied in bfloat16; the weights keep their type. `rate_of`: factor of the
-    learning rate by the name of a parameter.
+    `autocast`: matrices are multiplied in bfloat16; the weights keep their type. `rate_of` returns the factor of a
+    parameter's learning rate, given its name.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class Query:
     def holds_of(self, codes: np.ndarray) -> np.ndarray:
         """Whether each scene, encoded by `gallery.encode`, matches. Shapes: (N, CODE_LENGTH) in, bool (N,) out.
 
-        Three or more facts must name different places.
+        Three or more facts must name different places, because each is searched without the others.
         """
         held = np.ones(len(codes), dtype=bool)
         if self.background is not None:
