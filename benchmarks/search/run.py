@@ -1,6 +1,6 @@
 """`vlm bench search`: cost and recall of an index, compared with an exact search in numpy.
 
-Like embeddings of texts, vectors combine few directions (half as many as dimensions), and have some noise.
+As in embeddings of texts, the vectors have fewer independent directions than dimensions (half as many), plus noise.
 """
 
 import tempfile
