@@ -5,6 +5,8 @@ import os
 import signal
 import warnings
 from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,17 +15,18 @@ from typing import Any
 import numpy as np
 
 from search.index import VectorIndex
-from search.lance import LanceIndexes
 from search.postgres import open_postgres
 from tests.search.postgres_server import postgres
 
 KINDS = ("lance", "postgres") if find_spec("pgserver") else ("lance",)
 DIMENSIONS = 4
+#: Imports LanceDB, which takes seconds, so only the process that runs these tests does.
+lance = partial(import_module, "search.lance")
 
 
 def open_index(kind: str, place: str) -> VectorIndex:
     if kind == "lance":
-        return LanceIndexes(Path(place)).open("store", DIMENSIONS)
+        return lance().LanceIndexes(Path(place)).open("store", DIMENSIONS)
     indexes = open_postgres(place)
     with indexes.database.change():
         return indexes.open("store", DIMENSIONS)
@@ -41,7 +44,7 @@ def serve(kind: str, place: str, pipe: Connection) -> None:
 
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+_context.set_forkserver_preload([__name__, "search.lance"])
 
 
 class IndexProcess:

@@ -13,10 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from benchmarks.search.run import make_items, make_vectors
 from search.index import WINDOW, OrderedIds, matches
-from search.lance import LanceIndexes, Readers
 from shared.search import Filter, Item
 from tests.fuzzing import IS_LONG
-from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, recall
+from tests.search.index_process import DIMENSIONS, KINDS, IndexProcess, lance, recall
 
 IDS = [f"id {number}'\"" for number in range(12)]
 KEYS = ("color", 'it\'s "n"')
@@ -171,7 +170,7 @@ def test_acknowledged_items_are_found_after_any_kill(kind):
 
 def test_an_index_in_8_bits_finds_the_nearest_of_twenty_thousand(tmp_path):
     vectors = make_vectors(20_000, 32, 1)
-    index = LanceIndexes(tmp_path).open("store", 32)
+    index = lance().LanceIndexes(tmp_path).open("store", 32)
     index.upsert(make_items(vectors[:18_000]))
     index.compact()
     index.upsert(make_items(vectors)[18_000:])  # newer than the index over the vectors
@@ -187,7 +186,7 @@ def test_an_index_in_8_bits_finds_the_nearest_of_twenty_thousand(tmp_path):
 
 def test_single_writes_leave_few_files(tmp_path):
     """A hundred commits within seconds, with concurrent searches."""
-    index = LanceIndexes(tmp_path).open("store", 8)
+    index = lance().LanceIndexes(tmp_path).open("store", 8)
     items = make_items(make_vectors(50, 8, 1))
     for number in range(100):
         item = items[number % 50]
@@ -199,7 +198,7 @@ def test_single_writes_leave_few_files(tmp_path):
 
 
 def test_old_versions_are_kept_while_they_are_read(tmp_path):
-    readers = Readers()
+    readers = lance().Readers()
     begun, gate = threading.Event(), threading.Event()
 
     def read():

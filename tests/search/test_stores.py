@@ -9,10 +9,10 @@ import pytest
 
 import shared.search as wire
 from search.catalog import Catalog, Sqlite
-from search.lance import LanceIndex, LanceIndexes
 from search.stores import Stores
 from shared.settings.limits import LimitSettings
 from tests.factories_search import make_items
+from tests.search.index_process import lance
 
 NUM_WRITERS = 6
 ITEMS = make_items(50)
@@ -24,7 +24,7 @@ MOST = 3 * SIZE + SIZE // 2
 def stores(tmp_path):
     limits = LimitSettings(max_key_search_bytes=MOST)
     stores = Stores(
-        Catalog(Sqlite(tmp_path / "catalog")), LanceIndexes(tmp_path / "stores"), limits
+        Catalog(Sqlite(tmp_path / "catalog")), lance().LanceIndexes(tmp_path / "stores"), limits
     )
     yield stores
     stores.close()
@@ -55,7 +55,7 @@ def test_concurrent_writers_store_no_more_than_sequential_ones(stores, monkeypat
     names = [create(stores) for _ in range(NUM_WRITERS)]
     of_another = create(stores, "other")
     gate, told = threading.Event(), threading.Semaphore(0)
-    upsert = LanceIndex.upsert
+    upsert = lance().LanceIndex.upsert
 
     def slow(index, items):
         told.release()
@@ -70,7 +70,7 @@ def test_concurrent_writers_store_no_more_than_sequential_ones(stores, monkeypat
             return error.fault.code
         return "written"
 
-    monkeypatch.setattr(LanceIndex, "upsert", slow)
+    monkeypatch.setattr(lance().LanceIndex, "upsert", slow)
     with ThreadPoolExecutor(NUM_WRITERS + 1) as threads:
         written = [threads.submit(write, name) for name in names]
         theirs = threads.submit(write, of_another, "other")
@@ -95,7 +95,7 @@ def test_a_refused_or_failed_write_releases_its_bytes(stores, monkeypatch):
         raise OSError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LanceIndex, "upsert", fail)
+        patch.setattr(lance().LanceIndex, "upsert", fail)
         for _ in range(5):
             with pytest.raises(OSError, match="disk"):
                 stores.answer(put(name))
@@ -127,10 +127,10 @@ def test_a_store_deleted_during_a_request_stays_deleted(stores, tmp_path, monkey
 @pytest.mark.parametrize(
     ("owner", "name", "writes"),
     [
-        (LanceIndexes, "open", wire.CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
-        (LanceIndexes, "drop", wire.DropStore(tenant="t", store="other")),
-        (LanceIndex, "upsert", put("other", ITEMS[:5])),
-        (Catalog, "files_of", wire.PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
+        ("LanceIndexes", "open", wire.CreateStore(tenant="u", name="s", model="m", digest="d", dimensions=8)),
+        ("LanceIndexes", "drop", wire.DropStore(tenant="t", store="other")),
+        ("LanceIndex", "upsert", put("other", ITEMS[:5])),
+        ("Catalog", "files_of", wire.PutFile(tenant="u", filename="f", purpose="p", data=b"x")),
     ],
 )  # fmt: skip
 def test_readers_do_not_wait_for_writers(stores, monkeypatch, owner, name, writes):
@@ -138,6 +138,7 @@ def test_readers_do_not_wait_for_writers(stores, monkeypatch, owner, name, write
     stores.answer(put(store, ITEMS[:5]))
     file = stores.answer(wire.PutFile(tenant="t", filename="f", purpose="p", data=b"x"))
     begun, gate = threading.Event(), threading.Event()
+    owner = Catalog if owner == "Catalog" else getattr(lance(), owner)
     original = getattr(owner, name)
 
     def blocked(*arguments):
@@ -168,14 +169,14 @@ def test_readers_do_not_wait_for_writers(stores, monkeypatch, owner, name, write
 
 def test_a_store_stays_open_while_it_is_compacted(stores, monkeypatch):
     store, other = create(stores), create(stores)
-    begun, gate, optimize = threading.Event(), threading.Event(), LanceIndex._optimize
+    begun, gate, optimize = threading.Event(), threading.Event(), lance().LanceIndex._optimize
 
     def blocked(index):
         begun.set()
         assert gate.wait(60)
         optimize(index)
 
-    monkeypatch.setattr(LanceIndex, "_optimize", blocked)
+    monkeypatch.setattr(lance().LanceIndex, "_optimize", blocked)
     monkeypatch.setattr("search.lance.MAX_COMMITS", 2)
     monkeypatch.setattr("search.stores.MAX_OPEN", 1)
     for item in ITEMS[:3]:
@@ -190,8 +191,8 @@ def test_a_store_stays_open_while_it_is_compacted(stores, monkeypatch):
 
 def reopened(tmp_path):
     """Opens the same files as another process would."""
-    catalog, indexes = Catalog(Sqlite(tmp_path / "catalog")), LanceIndexes(tmp_path / "stores")
-    return Stores(catalog, indexes, LimitSettings())
+    indexes = lance().LanceIndexes(tmp_path / "stores")
+    return Stores(Catalog(Sqlite(tmp_path / "catalog")), indexes, LimitSettings())
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
@@ -205,7 +206,7 @@ def test_an_index_that_cannot_be_deleted_yet_is_deleted_later(
         raise OSError("no route to host")
 
     with monkeypatch.context() as patch:
-        patch.setattr(LanceIndexes, "drop", fail)
+        patch.setattr(lance().LanceIndexes, "drop", fail)
         assert stores.answer(wire.DropStore(tenant="t", store=name))
     assert list_ids(stores) == []
     assert len(list((tmp_path / "stores").iterdir())) == 1

@@ -1,20 +1,24 @@
 """`/v1/messages` with Anthropic's client: complete responses, streams, images, stop sequences, errors."""
 
+from functools import partial
+from importlib import import_module
 from itertools import groupby
 from operator import methodcaller
 
-import anthropic
 import pytest
 
 from shared.protocol import ErrorCode, Finished, FinishReason, Usage
 from tests.factories_gateway import CARD, HELLO, MODEL, Answer, fail_halfway, think
 from tests.factories_images import data_url
 
+#: Takes seconds, so only the process that runs these tests imports it.
+anthropic = partial(import_module, "anthropic")
+
 
 @pytest.fixture
 async def client(gateway):
-    http = anthropic.DefaultAsyncHttpxClient(trust_env=False, verify=False)
-    async with anthropic.AsyncAnthropic(
+    http = anthropic().DefaultAsyncHttpxClient(trust_env=False, verify=False)
+    async with anthropic().AsyncAnthropic(
         base_url=gateway.url,
         api_key="sk-right",
         max_retries=0,
@@ -105,7 +109,7 @@ async def test_reasoning_is_a_thinking_block_if_requested(client, worker):
 async def test_the_key_can_be_in_the_header_of_anthropics_clients(client, gateway):
     answer = await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
     assert answer.content[0].text == "Hello you"
-    with pytest.raises(anthropic.AuthenticationError) as refused:
+    with pytest.raises(anthropic().AuthenticationError) as refused:
         await client.with_options(api_key="sk-wrong").messages.create(
             model=MODEL, max_tokens=9, messages=HELLO
         )
@@ -122,13 +126,13 @@ async def test_the_key_can_be_in_the_header_of_anthropics_clients(client, gatewa
 
 async def test_an_error_within_a_stream_names_its_request_too(client, worker):
     worker.script = fail_halfway
-    with pytest.raises(anthropic.APIStatusError) as broken:
+    with pytest.raises(anthropic().APIStatusError) as broken:
         async with client.messages.stream(model=MODEL, max_tokens=9, messages=HELLO) as stream:
             await stream.until_done()
     assert broken.value.body["type"] == "error"
     assert broken.value.body["request_id"] == broken.value.response.headers["x-request-id"]
     worker.script = methodcaller("fail", ErrorCode.WORKER_LOST)
-    with pytest.raises(anthropic.InternalServerError) as refused:
+    with pytest.raises(anthropic().InternalServerError) as refused:
         await client.messages.create(model=MODEL, max_tokens=9, messages=HELLO)
     assert refused.value.status_code == 529
     assert refused.value.body["error"]["type"] == "overloaded_error"
@@ -140,5 +144,5 @@ async def test_models_are_listed_in_anthropics_shape(client):
     assert (listed.id, listed.type, listed.lifecycle) == (MODEL, "model", "active")
     assert listed.max_input_tokens == CARD.max_model_len
     assert await client.models.retrieve(MODEL) == listed
-    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+    with pytest.raises(anthropic().NotFoundError, match="does not exist"):
         await client.models.retrieve("else")
