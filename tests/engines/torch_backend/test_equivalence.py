@@ -298,7 +298,7 @@ def dictate(answers: Tokens, seen: dict[Place, torch.Tensor]) -> Callable[..., l
         (way, precision, kernels, level)
         for precision, kernels in TOLERANCES
         for level in ([""] if kernels == "off" else LEVEL_NAMES)
-        for way in ways_of(is_first=precision == "bfloat16")
+        for way in ways_of(is_first=False)
     ],
 )
 def test_logits_stay_within_the_tolerance_of_their_precision(

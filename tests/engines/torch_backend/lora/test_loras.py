@@ -161,12 +161,12 @@ def test_running_requests_keep_an_unloaded_adapter(tmp_path: Path):
 # Models of transformers
 #: The linear layers that adapters can change, for models with head norms, experts, states or images.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LONG_GENERIC = [text("Mistral", "Mistral", sliding_window=8), text("Helium", "Helium", head_dim=16)]
 GENERIC: list[tuple[Family, tuple[str, ...]]] = [
+    *((family, ALL) for family in LONG_GENERIC if IS_LONG),
     (text("Qwen3", "Qwen3", head_dim=16), ALL),
-    *[(text("Mistral", "Mistral", sliding_window=8), ALL)] * IS_LONG,
     (text("GLM", "Glm", head_dim=16), ALL),  # partial rotary; gate_up_proj
     (text("ERNIE 4.5", "Ernie4_5"), ALL),  # interleaved rotary
-    (text("Helium", "Helium", head_dim=16), ALL),
     (text("Phi-3", "Phi3", partial_rotary_factor=0.5, hidden_size=128), ALL),  # qkv_proj
     *(
         (family, ALL if family.name in ("Qwen2.5-VL",) else ATTENTION)
