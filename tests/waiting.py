@@ -40,10 +40,10 @@ async def until_equal(
 
 
 def wait_for(holds: Callable[[], Found], within_s: float = WITHIN_S) -> Found:
-    """Returns the first true value of `holds`, for tests without an event loop."""
+    """As `until`, without an event loop, and seldom: conditions of processes take milliseconds to read."""
     give_up_at = time.monotonic() + within_s
     while not (value := holds()):
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"not within {within_s:g} s")
-        time.sleep(PAUSE_S)
+        time.sleep(5 * PAUSE_S)
     return value

@@ -70,7 +70,7 @@ class Load:
         self.stopping = threading.Event()
 
     def run(self, number: int) -> None:
-        with httpx.Client(base_url=self._url, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=self._url, trust_env=False, timeout=60, verify=False) as client:
             while not self.stopping.is_set():
                 try:
                     self._ask(client, is_streamed=number % 2 == 0)
@@ -91,7 +91,7 @@ class Load:
 
 
 @contextmanager
-def load(deployer: Deployer, num_clients: int = 4) -> Iterator[Load]:
+def load(deployer: Deployer, num_clients: int = 2) -> Iterator[Load]:
     running = Load(deployer.fleet.url)
     threads = [threading.Thread(target=running.run, args=(n,)) for n in range(num_clients)]
     for thread in threads:

@@ -68,7 +68,7 @@ class Served:
         self.end()
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, trust_env=False, timeout=60)
+        return httpx.Client(base_url=self.url, trust_env=False, timeout=60, verify=False)
 
     def end(self) -> None:
         family = self.family() if self.process.poll() is None else []

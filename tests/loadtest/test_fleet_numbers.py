@@ -46,7 +46,7 @@ def load(fleet: Served) -> tuple[list[Record], Counter[tuple[str, str]]]:
     target = Target(url=fleet.url, model=first_model(fleet.url, ""))
     workload = Workload(profile="image", stream_ratio=1.0, max_tokens=NUM_TOKENS, image_bytes=2_000)
     plan = Plan(levels=(2.0,), duration_s=1.5, warmup_s=0.0)
-    with httpx.Client(base_url=fleet.url, trust_env=False) as client:
+    with httpx.Client(base_url=fleet.url, trust_env=False, verify=False) as client:
         before = read_sums(client)
         records, _ = drive(Order(target=target, workload=workload, plan=plan))
         grown = read_sums(client)

@@ -46,7 +46,7 @@ async def test_a_worker_whose_step_is_stuck_is_not_healthy():
     server = HealthServer(lambda: not engine.is_stuck(60.0), lambda: True, lambda: None)
     await server.start("127.0.0.1", 0, "PORT")
     statuses = []
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
         for age_s in (None, 0.0, 30.0, 60.0):
             engine.step_started_at = None if age_s is None else time.monotonic() - age_s
             answer = await client.get(f"http://127.0.0.1:{server.port}/healthz")
