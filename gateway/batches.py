@@ -42,6 +42,7 @@ from gateway.calls.lifecycle import Lifecycle
 from gateway.calls.surface import Surface
 from gateway.http.exchange import Exchange, RequestContext
 from shared.packages.store import PIECE_BYTES, PackageStore, StoreError
+from shared.process import cancel, wait_for
 from shared.queue.api import QueueUnavailable
 from shared.queue.resume import Leases
 from shared.telemetry.logs import request_id
@@ -585,12 +586,7 @@ class BatchRunner:
 
     async def stop(self) -> None:
         """Stop; open batches continue on other gateways."""
-        tasks = [task for _, task in self._running.values()]
-        if self._loop is not None:
-            tasks.append(self._loop)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._loop, *[task for _, task in self._running.values()])
 
     def look(self) -> None:
         self._changed.set()
@@ -606,10 +602,7 @@ class BatchRunner:
             except Exception:
                 logger.exception("cannot look for batches, retrying")
             self._changed.clear()
-            with suppress(TimeoutError):
-                pause_s = self.look_s * random.uniform(0.75, 1.25)
-                async with asyncio.timeout(pause_s):
-                    await self._changed.wait()
+            await wait_for(self._changed, self.look_s * random.uniform(0.75, 1.25))
 
     async def _look_once(self) -> None:
         if time.monotonic() > self._sweep_at:
@@ -647,9 +640,7 @@ class BatchRunner:
                     logger.error("a batch was interrupted; it will be continued", exc_info=error)
                 await asyncio.sleep(self.look_s)
         finally:
-            for task in (work, hold):
-                task.cancel()
-            await asyncio.gather(work, hold, return_exceptions=True)
+            await cancel(work, hold)
             with suppress(QueueUnavailable):
                 await self._leases.drop(id_, self.holder)
             del self._running[id_]
@@ -768,10 +759,7 @@ class _Computing:
                 each.result()
             return all_answered in done
         finally:
-            tasks: list[asyncio.Future[Any]] = [*answering, all_answered, keeping]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*answering, all_answered, keeping)
 
     async def _answer_lines(self) -> None:
         for number in self._todo:
@@ -789,9 +777,7 @@ class _Computing:
         """Store results periodically; returns when the batch is cancelled."""
         while True:
             self.is_woken.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._runner.flush_s):
-                    await self.is_woken.wait()
+            await wait_for(self.is_woken, self._runner.flush_s)
             try:
                 await self.flush()
                 if await self._runner.is_cancelled(self._record):

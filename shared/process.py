@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 
@@ -69,6 +69,21 @@ def return_large_buffers() -> None:
     with suppress(AttributeError):  # other C libraries
         if _libc is not None and _libc.gnu_get_libc_version:
             _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+
+
+async def wait_for(event: asyncio.Event, within_s: float) -> None:
+    """Wait until the event is set, or the time has passed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await event.wait()
+
+
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel tasks, and wait until they have ended."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _collapse_heaps() -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from redis.exceptions import RedisError
 
 from engines.base import LoadedEngine
+from shared.process import cancel
 from shared.protocol import ErrorCode, StageTimings
 from shared.queue.api import Claim, Publication, QueueUnavailable, WorkerQueue
 from shared.queue.registry import Registry, WorkerRecord
@@ -156,11 +157,10 @@ class Worker:
                     tasks.create_task(repeat(self._sync_adapters, "sync adapters", every_s)),
                 ]
                 await self._stopping.wait()
-                _cancel(taking)
-                await asyncio.wait(taking)
+                await cancel(*taking)
                 await self._release_unclaimed()
                 await self._drain()
-                _cancel(keeping)
+                await cancel(*keeping)
         except* EngineBroken as group:
             broken = next(e for e in group.exceptions if isinstance(e, EngineBroken))
         await self._leave(is_crash=broken is not None)
@@ -258,11 +258,6 @@ class Worker:
         )
         await self._registry.announce(record, self._record_ttl_s)
         self._last_contact_at = time.monotonic()
-
-
-def _cancel(tasks: Iterable[asyncio.Task]) -> None:
-    for task in tasks:
-        task.cancel()
 
 
 @dataclass(eq=False)

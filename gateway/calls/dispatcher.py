@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from gateway.calls.open_call import ChoiceProgress, LookUp, OpenCall
 from gateway.http.errors import KeyEnded
+from shared.process import cancel
 from shared.protocol import Call, CallEvent, ErrorCode, Failed, decode_events, decode_log, seal
 from shared.queue.api import (
     Budget,
@@ -77,9 +78,7 @@ class Dispatcher:
     async def stop(self) -> None:
         for call in {call for call, _ in self._all_routes()}:
             call.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         try:
             async with asyncio.timeout(_STOP_WITHIN_S):
                 await self._send_cancels()

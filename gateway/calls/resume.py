@@ -289,13 +289,9 @@ class Resume:
             raise
         except BaseException:
             if is_new:
-                await self._forget(_to_request_id(call_id))
+                with suppress(QueueUnavailable):  # it was not accepted; its record would expire
+                    await self.records.forget(_to_request_id(call_id))
             raise
-
-    async def _forget(self, request_id: str) -> None:
-        """Delete the record of a request that was not accepted; if Redis is unreachable, it expires."""
-        with suppress(QueueUnavailable):
-            await self.records.forget(request_id)
 
     async def _recall(self, request_id: str) -> StreamRecord | None:
         """The record of a request. None: it does not exist, or a gateway of another version wrote it."""
@@ -351,4 +347,4 @@ class Resume:
     async def _forget_unknown(self, model: str, call_id: str) -> None:
         with suppress(QueueUnavailable):
             if await self.queue.state(model, call_id) is None:
-                await self._forget(_to_request_id(call_id))
+                await self.records.forget(_to_request_id(call_id))

@@ -26,6 +26,7 @@ from redis.exceptions import RedisError
 from gateway.http.errors import unavailable
 from gateway.http.exchange import short_hash
 from shared.packages.store import PackageStore, StoreError
+from shared.process import wait_for
 from shared.protocol import Priority
 from shared.queue.keys import RedisStore, to_ms
 from shared.redis.client import OutageLog, load_script
@@ -309,9 +310,7 @@ class KeyDirectory:
     async def keep_synced(self) -> None:
         """Copy records that are only in the package store to Redis. Keys work meanwhile."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_SYNC_S):
-                    await self._must_sync.wait()
+            await wait_for(self._must_sync, _SYNC_S)
             self._must_sync.clear()
             try:
                 await self.sync()

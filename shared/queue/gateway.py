@@ -14,6 +14,7 @@ from typing import Any, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
 
+from shared.process import cancel
 from shared.protocol import Envelope, ErrorCode, Priority, Tokens, encode_events
 from shared.queue.api import (
     Budget,
@@ -513,9 +514,7 @@ class RedisMailbox:
         self._report_gap(self._models[key])
 
     async def close(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
+        await cancel(self._renewing)
         if self._last_ids:
             with suppress(RedisError):
                 await self._sender.execute("DEL", *self._last_ids)

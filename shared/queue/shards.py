@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from shared.process import Pauses
+from shared.process import Pauses, cancel
 from shared.protocol import ErrorCode
 from shared.queue.api import (
     Affinity,
@@ -115,9 +115,7 @@ class Shard:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.wait([self._probing])
+        await cancel(self._probing)
         await self.queue.close()
         await self.redis.aclose()
 
@@ -420,8 +418,7 @@ class ShardedMailbox:
             task.cancel()
 
     async def close(self) -> None:
-        self._end_tasks()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         await asyncio.gather(*(box.close() for _, box in self._boxes))
         for redis in self._redis:
             await redis.aclose()

@@ -39,6 +39,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
+from shared.process import cancel
 from shared.redis.sentinel import SentinelPool, create_sentinel_redis
 from shared.settings import SettingsError
 from shared.settings.redis_url import SentinelUrl
@@ -443,9 +444,7 @@ class RedisSender:
         for call in (*self._sent, *self._waiting):
             call.future.cancel()
         self._waiting.clear()
-        if self._connecting is not None:
-            self._connecting.cancel()
-            await asyncio.wait([self._connecting])
+        await cancel(self._connecting)
         self._link.close()
 
 

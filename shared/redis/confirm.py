@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from redis import exceptions
 from redis.asyncio import Redis
 
+from shared.process import cancel
 from shared.redis.client import Command, RedisLink, settle
 
 WITHIN_S = 0.5
@@ -103,7 +104,5 @@ class Confirmer:
         return results
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await cancel(self._task)
         self._link.close()

@@ -11,6 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from redis.exceptions import RedisError
 
+from shared.process import cancel
 from shared.queue.keys import RedisKeys
 from shared.redis.client import create_redis
 from shared.settings.tree import RedisSettings
@@ -158,9 +159,7 @@ async def playing(
         async with asyncio.timeout(WITHIN_S):
             await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
     outcomes = clients.history.outcomes()
     print(f"{dict(outcomes)}, longest pause {clients.history.longest_pause_s():.1f} s")  # with -s
     accepted = len(tasks) - outcomes[REFUSED]

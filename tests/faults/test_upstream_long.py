@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from shared.process import cancel
 from tests.engines.upstream import sglang, vllm
 from tests.engines.upstream.llama import run_llama_server
 from tests.engines.upstream.llama import write_model as write_gguf
@@ -81,9 +82,7 @@ async def run_slow_proxy() -> AsyncIterator[SlowProxy]:
         yield proxy
     finally:
         server.close()
-        for task in proxy.tasks:
-            task.cancel()
-        await asyncio.gather(*proxy.tasks, return_exceptions=True)
+        await cancel(*proxy.tasks)
 
 
 async def start_worker(

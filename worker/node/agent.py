@@ -40,7 +40,7 @@ from shared.packages.deployments import (
 )
 from shared.packages.rollout import App, Load, LogLine, NodeRecord, Revision, Slot
 from shared.packages.store import PackageStore, StoreError, open_store
-from shared.process import on_stop_signal, resolve_structs
+from shared.process import cancel, on_stop_signal, resolve_structs, wait_for
 from shared.protocol import ErrorCode, ModelCard
 from shared.queue.api import QueueUnavailable
 from shared.queue.registry import Registry, WorkerRecord
@@ -144,9 +144,7 @@ class NodeAgent:
         try:
             while not self._stopping.is_set():
                 await self._try_tick()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._tick_s):
-                        await self._stopping.wait()
+                await wait_for(self._stopping, self._tick_s)
             await self._leave(beating)
         finally:
             beating.cancel()
@@ -208,8 +206,7 @@ class NodeAgent:
     async def _leave(self, beating: asyncio.Task[None]) -> None:
         await self._standby.keep(None)
         await asyncio.gather(*(each.close() for each in self._instances.values()))
-        beating.cancel()
-        await asyncio.wait([beating])
+        await cancel(beating)
         try:
             await self._send_logs()
             await self._deployments.withdraw(self.id)

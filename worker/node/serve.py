@@ -24,7 +24,7 @@ from rich.panel import Panel
 from engines.base import EngineStartError
 from engines.registry import check_installed, check_settings, find_kind, kind_of
 from engines.settings import EngineSettings
-from shared.process import Pauses, on_stop_signal
+from shared.process import Pauses, cancel, on_stop_signal
 from shared.redis.embedded import EmbeddedRedis, EmbeddedRedisError
 from shared.settings import SettingsError, own_folder
 from shared.settings.tree import EngineValues, Settings
@@ -195,8 +195,7 @@ async def _run(
         if agent is not None and deployed is not None:
             agent.stop()
             await asyncio.wait({deployed})
-        if watcher is not None:
-            watcher.cancel()
+        await cancel(watcher)
 
 
 async def keep_running(redis: EmbeddedRedis) -> None:

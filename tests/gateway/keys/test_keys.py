@@ -14,6 +14,7 @@ from redis.exceptions import RedisError
 from gateway.keys import directory
 from gateway.keys.directory import KeyDirectory, KeyStore
 from shared.packages.store import open_store
+from shared.process import cancel
 from shared.queue.keys import RedisKeys
 from shared.redis.embedded import EmbeddedRedis
 from tests.factories_gateway import MODEL, make_body, make_settings, run_gateway_on_socket, talk_on
@@ -61,9 +62,7 @@ async def test_revoking_a_key_ends_its_streams_on_every_gateway_and_no_others(te
     assert [answer.status_code for answer in ended[2:]] == [401, 401]
     await until(lambda: sum(each.refused == "cancelled" for each in team.worker.answers) == 4)
     assert not any(task.done() for task in streams[2:])
-    for task in streams[2:]:
-        task.cancel()
-    await asyncio.gather(*streams, return_exceptions=True)
+    await cancel(*streams)
 
 
 def keys_of(team: Team, number: int = 0) -> KeyDirectory:
@@ -121,8 +120,7 @@ async def test_each_key_has_its_own_limits(redis_server, redis_prefix, tmp_path)
         stream = asyncio.create_task(team.chat(one, stream=True))
         await until(lambda: len(team.worker.answers) > num_before)
         assert await team.status(one) == 429
-        stream.cancel()
-        await asyncio.gather(stream, return_exceptions=True)
+        await cancel(stream)
 
 
 async def test_limits_of_a_key_are_changed_on_every_gateway(team: Team):
