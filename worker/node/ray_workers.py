@@ -11,16 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Sequence
 from importlib import import_module  # noqa: TID251
 from typing import Any
 
-from shared.process import Pauses, on_stop_signal
+from shared.process import Pauses, on_stop_signal, wait_for
 from shared.settings import SettingsError, first_line
 from shared.settings.tree import Settings
 from worker.node.environment import WORKER_GROUPS, settings_environment
 from worker.node.serve import read_engine_settings
-from worker.node.supervisor import describe_end
+from worker.node.supervisor import describe_end, run_options
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ _CONNECT_WITHIN_S = 5.0
 class WorkerActor:
     """One worker process on a node. It inherits the variable with which Ray assigns GPUs."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], command: Sequence[str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "vlm", "worker", "--die-with-parent", str(os.getpid())],
+            [sys.executable, *command, "--die-with-parent", str(os.getpid())],
             env={**os.environ, **environment},
         )
 
@@ -83,16 +83,16 @@ class RayWorkers:
                 break
             pause_s = pauses.next_s()
             logger.warning("worker %d %s; restarting in %.1f s", number, end, pause_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await self._stopping.wait()
+            await wait_for(self._stopping, pause_s)
 
     async def _live(self, number: int) -> str:
         """Run one worker to its end. Returns how it ended."""
         remote = self._ray.remote(WorkerActor).options(
             **self._resources, scheduling_strategy="SPREAD", max_restarts=0, max_concurrency=2
         )
-        actor = self._actors[number] = remote.remote(self._environment)
+        actor = self._actors[number] = remote.remote(
+            self._environment, [*run_options("vlm"), "worker"]
+        )
         try:
             placed = asyncio.ensure_future(actor.__ray_ready__.remote())
             while not (await asyncio.wait({placed}, timeout=PLACED_WITHIN_S))[0]:
@@ -120,6 +120,8 @@ def run_ray_workers(settings: Settings, address: str, num_workers: int) -> int:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise SettingsError(f"--ray {address}: {first_line(error)}") from None
+    # Ray's processes import from the working directory first, so they get the class itself.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     asyncio.run(RayWorkers(ray, settings, num_workers).run())
     ray.shutdown()
     return 0

@@ -41,6 +41,14 @@ def describe_end(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
+def run_options(module: str) -> list[str]:
+    """Python's options that run a module; `-P`, unless this process imports from its working directory."""
+    with suppress(FileNotFoundError):  # the directory was removed
+        if {"", os.getcwd()}.intersection(sys.path):
+            return ["-m", module]
+    return ["-P", "-m", module]  # a project there may have modules with the names of ours
+
+
 async def start_process(
     module: str,
     *arguments: str,
@@ -53,10 +61,8 @@ async def start_process(
     The child ends with this process. `is_piped`: its stdin and stderr are pipes.
     """
     pipe = asyncio.subprocess.PIPE if is_piped else None
-    # A project in the working directory may have modules with the names of ours.
-    safe = () if {"", os.getcwd()}.intersection(sys.path) else ("-P",)
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, *safe, "-m", module, *arguments, "--die-with-parent", str(os.getpid())),
+        *(sys.executable, *run_options(module), *arguments, "--die-with-parent", str(os.getpid())),
         env=environment,
         start_new_session=True,
         stdin=pipe,

@@ -29,7 +29,7 @@ def test_an_actor_requests_its_gpus(engine: dict[str, Any], num_there: float, ex
 
 
 async def test_workers_that_end_early_do_not_prevent_others_from_draining():
-    def start(_: dict[str, str]) -> SimpleNamespace:
+    def start(*_: Any) -> SimpleNamespace:
         async def drain() -> None:
             drained.append(ended)
             ended.set()

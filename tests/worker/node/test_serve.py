@@ -12,8 +12,9 @@ from pydantic import SecretStr
 from gateway.http.auth import KeyRing
 from shared.settings.tree import WorkerSettings
 from tests.worker.node.test_resources import make_settings
+from worker.node.ray_workers import WorkerActor
 from worker.node.serve import create_node, run_node, show_screen, tell_apart, wait_until_served
-from worker.node.supervisor import Child, Node, NodeError, start_process
+from worker.node.supervisor import Child, Node, NodeError, run_options, start_process
 
 
 def test_a_model_of_also_has_its_own_worker_on_the_cpu():
@@ -32,6 +33,9 @@ def test_a_model_of_also_has_its_own_worker_on_the_cpu():
 async def test_a_process_imports_nothing_from_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "vlm.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
+    assert WorkerActor({}, [*run_options("vlm"), "worker"]).wait() == os.EX_CONFIG
+    tmp_path.joinpath("vlm.py").unlink()
+    tmp_path.rmdir()
     process = await start_process("vlm", "worker", environment=dict(os.environ))
     assert await process.wait() == os.EX_CONFIG  # because the URL of Redis is missing
 
