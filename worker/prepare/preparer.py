@@ -113,8 +113,7 @@ class Preprocessor:
         seconds that decoding took, if the request has a video or audio.
         """
         task, tenant = request.task, request.tenant
-        num_chars = sum([len(text) for text in task.texts()])
-        self._check(task, num_chars, len(output_token_ids), num_published)
+        num_chars = self._check(task, len(output_token_ids), num_published)
         if isinstance(task, Tokenize) and task.finds_segments:
             return Tokenization(segment_ends=await self._segment_ends(task.images[0], tenant))
         started = time.perf_counter()
@@ -147,17 +146,14 @@ class Preprocessor:
         task = request.task
         if task.images or request.adapter or isinstance(task, Tokenize):
             return None
-        num_chars = sum([len(text) for text in task.texts()])
-        self._check(task, num_chars, len(output_token_ids), num_published)
+        num_chars = self._check(task, len(output_token_ids), num_published)
         if not self._is_quick(task, num_chars):
             return None
         return self._engine.prepare(_to_engine_call(request, engine_id, output_token_ids), [])
 
-    def _check(
-        self, task: Task, num_chars: int, num_output_tokens: int, num_published: int
-    ) -> None:
-        """Raises: RequestError if the engine cannot run the task, or a limit forbids it."""
-        engine = self._capabilities
+    def _check(self, task: Task, num_output_tokens: int, num_published: int) -> int:
+        """The length of all texts. Raises: RequestError if the engine cannot run the task, or a limit forbids it."""
+        engine, num_chars = self._capabilities, sum([len(text) for text in task.texts()])
         if num_published and not (
             num_published == num_output_tokens and self._engine.can_continue(task)
         ):
@@ -172,6 +168,7 @@ class Preprocessor:
         check_limits(task, num_chars, self._limits)
         if isinstance(task, Generate) and task.grammar is not None:
             check_grammar(task.grammar, engine, self._limits)
+        return num_chars
 
     def _is_quick(self, task: Task, num_chars: int) -> bool:
         """Whether preparing the task takes less time than a switch to another thread."""
@@ -396,6 +393,7 @@ class PixelCache:
         self._num_bytes = 0
         self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
         self._being_made: dict[str, asyncio.Task[Any]] = {}
+        self._num_waiting: Counter[asyncio.Task[Any]] = Counter()
 
     async def get(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
         """The pixels of a hash. If they are not cached, `make` returns them and their bytes. Raises: as `make`."""
@@ -407,13 +405,17 @@ class PixelCache:
             task = asyncio.create_task(self._make(image_hash, make))
             task.add_done_callback(_retrieve)
             self._being_made[image_hash] = task
-        return await asyncio.shield(task)  # a cancelled waiter does not cancel the others
+        self._num_waiting[task] += 1
+        try:
+            return await asyncio.shield(task)
+        finally:
+            self._num_waiting[task] -= 1
+            if not self._num_waiting[task]:  # it has ended, or all requests for it were cancelled
+                task.cancel()
+                del self._num_waiting[task], self._being_made[image_hash]
 
     async def _make(self, image_hash: str, make: Callable[[], Awaitable[tuple[Any, int]]]) -> Any:
-        try:
-            pixels, num_bytes = await make()
-        finally:
-            del self._being_made[image_hash]
+        pixels, num_bytes = await make()
         if num_bytes > self._max_bytes:  # it would evict all others
             return pixels
         self._kept[image_hash] = (pixels, num_bytes)

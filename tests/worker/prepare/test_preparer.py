@@ -180,8 +180,7 @@ async def test_equal_images_are_made_once_even_if_the_first_request_is_cancelled
     cache = PixelCache(max_bytes=100)
     maker.gate.clear()
     first, second = (asyncio.create_task(cache.get("a", maker("a"))) for _ in range(2))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await settle()
     first.cancel()
     maker.gate.set()
 
