@@ -54,7 +54,7 @@ from gateway.api.generation import (
     schema_grammar,
     switch_thinking,
 )
-from gateway.api.pooling import EmbeddingOptions, EmbeddingRequest, Embeddings, rows_of
+from gateway.api.pooling import EmbeddingOptions, EmbeddingRequest, Embeddings, numbers_of, rows_of
 from gateway.calls.models import ModelDirectory
 from gateway.calls.open_call import ChoiceEvent
 from gateway.calls.surface import Answer, AnswerHead, Frame, Plan, Surface, Totals
@@ -473,14 +473,14 @@ class OllamaEmbeddings(OllamaEmbed):
 
     def answer(self, options: EmbeddingOptions, head: AnswerHead) -> Answer:
         return WholeAnswer(
-            lambda events, _: OllamaVectors(embedding=next(rows_of(events)).cast("f").tolist())
+            lambda events, _: OllamaVectors(embedding=numbers_of(next(rows_of(events))))
         )
 
 
 def _to_vectors(head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals) -> OllamaVectors:
     return OllamaVectors(
         model=head.model,
-        embeddings=[row.cast("f").tolist() for row in rows_of(events)],
+        embeddings=list(map(numbers_of, rows_of(events))),
         total_duration=_ns((totals.timings or {}).get("e2e_s", 0.0)),
         load_duration=0,
         prompt_eval_count=totals.prompt.num_prompt_tokens,

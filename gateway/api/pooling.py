@@ -18,7 +18,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 from msgspec.structs import replace
 
-from gateway.api.answers import WholeAnswer
+from gateway.api.answers import WholeAnswer, encode
 from gateway.api.completions import ImageContent, TextContent
 from gateway.api.fields import (
     ModelName,
@@ -298,7 +298,7 @@ def _to_list(
     options: EmbeddingOptions, head: AnswerHead, events: Sequence[ChoiceEvent], totals: Totals
 ) -> EmbeddingList:
     data = [
-        Embedding(index, row if options.is_base64 else row.cast("f").tolist())
+        Embedding(index, row if options.is_base64 else numbers_of(row))
         for index, row in enumerate(rows_of(events))
     ]
     return EmbeddingList(head.model, data, InputUsage.of(totals), timings=timings_of(totals))
@@ -319,6 +319,11 @@ def rows_of(events: Sequence[ChoiceEvent]) -> Iterator[memoryview]:
         data, size = memoryview(event.data), event.dimensions * _BYTES_PER_NUMBER
         for begin in range(0, len(data), size):
             yield data[begin : begin + size]
+
+
+def numbers_of(row: memoryview) -> Any:
+    """A vector as a JSON list, encoded alone so that the thread of the event loop is not blocked for long."""
+    return msgspec.Raw(encode(row.cast("f").tolist()))
 
 
 def _check_kinds(request: EmbeddingRequest) -> None:

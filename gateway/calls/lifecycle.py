@@ -66,6 +66,7 @@ _PACKAGE = b"x-vlm-package"
 _WATCH_AFTER_S = 0.1  #: delay before checking whether the client has disconnected
 _OTHER_PROMPTS_S = 0.5  #: maximum wait for events of the other prompts, after the first token
 _LEAST_TIMEOUT_S = 0.1  #: minimum timeout of a request after its media are loaded
+_MAX_INLINE_BYTES = 64 * 1024  #: more bytes of vectors are encoded in a thread
 #: Images that are not released expire this long after the request's deadline.
 _IMAGE_GRACE_S = 60.0
 _FULL = ("queue_full", "open_tokens")  #: reasons of refusals by a model's full queue
@@ -490,7 +491,9 @@ class Lifecycle:
         stages = recorder.stages(e2e_s)
         if reply.shows_timings:
             recorder.totals.timings = body_timings(stages, e2e_s)
-        body = reply.answer.whole(events, recorder.totals)
+        num_bytes = sum(len(event.data) for _, event in events if isinstance(event, Vectors))
+        whole = partial(reply.answer.whole, events, recorder.totals)
+        body = await asyncio.to_thread(whole) if num_bytes > _MAX_INLINE_BYTES else whole()
         if reply.surface.keeps_answers:
             await self._keep(reply, exchange.context)
         own = getattr(reply.answer, "headers", JSON_HEADERS)

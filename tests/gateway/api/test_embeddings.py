@@ -6,7 +6,7 @@ import base64
 import msgspec
 import pytest
 
-from gateway.api.pooling import Embeddings
+from gateway.api.pooling import Embeddings, rows_of
 from gateway.http.exchange import RequestContext
 from shared.settings.limits import LimitSettings
 from tests.factories_gateway import CARD, make_settings, run_gateway_on_socket
@@ -135,6 +135,17 @@ async def test_a_large_request_is_split_among_workers_and_stays_in_order(fleet, 
         size = await ends.redis.memory_usage(key)
         assert size is None or size < 32_000, key
     assert [key for key in keys if b":log:" in key]
+
+
+async def test_other_requests_continue_while_a_large_response_is_encoded(gateway, monkeypatch):
+    loop = asyncio.get_running_loop()
+
+    def with_other(events):
+        other = asyncio.run_coroutine_threadsafe(gateway.client.get("/healthz"), loop)
+        return rows_of(events) if other.result(10).status_code == 200 else ()
+
+    monkeypatch.setattr("gateway.api.pooling.rows_of", with_other)
+    assert read_vectors((await embed(gateway, ["a"] * 2000)).json()) == [vector_of("a")] * 2000
 
 
 async def test_a_disconnected_client_frees_all_parts(fleet, ends):
