@@ -27,7 +27,7 @@ from gateway.services import Services
 from shared.process import end_startup, return_large_buffers
 from shared.queue.shards import check_shards
 from shared.settings.limits import LimitSettings
-from shared.settings.tree import Settings
+from shared.settings.tree import Settings, SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ def run_gateway(settings: Settings) -> int:
     end_startup()
     try:
         server.run()
-    except SystemExit as stop:  # uvicorn exits if it cannot listen
+    except SystemExit as stop:  # uvicorn has logged the reason
+        if not server.lifespan.should_exit:
+            raise SettingsError("cannot listen: choose another --host or --port") from None
         return stop.code if isinstance(stop.code, int) else 1
     return 0
