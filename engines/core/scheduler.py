@@ -45,7 +45,7 @@ class Scheduler:
     num_preemptions: int = 0
     running: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)  #: oldest first
     waiting: OrderedDict[str, Sequence] = field(default_factory=OrderedDict)
-    _over_budget: Set[str] = frozenset()  #: requests whose image the last step did not finish
+    _over_budget: Set[str] = frozenset()  #: requests whose image is not fully encoded yet
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; interactive sequences precede batch sequences."""
@@ -69,7 +69,7 @@ class Scheduler:
     def update(self, batch: Batch, result: StepResult) -> None:
         """Append the tokens of a step, and free the blocks of finished sequences.
 
-        The next step that also decodes computes no tokens of `over_budget` requests, so they use no prefill budget.
+        `over_budget` requests use no prefill budget: a step with decoding sequences computes none of their tokens.
         """
         self._over_budget = result.over_budget
         block_size, num_computed = self.blocks.block_size, result.num_computed

@@ -52,7 +52,7 @@ _events = msgspec.json.Decoder(_Event)
 
 
 class LlamaServer(Dialect):
-    """Continues answers from token ids, also within JSON schemas.
+    """Resumes an interrupted answer from its output token ids, even if a JSON schema constrains it.
 
     The server reports no ids for tokens that end within a character. They are recovered if only one sequence of tokens
     spells the missing bytes.

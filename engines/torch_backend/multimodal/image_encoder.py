@@ -145,9 +145,9 @@ class ImageEncoder:
         """Encode the images that a step reads and that are not in the cache.
 
         The time is limited to `max_vision_s` in steps in which other requests decode, else to `SECONDS_ALONE`. None
-        means no limit in any step. While other requests decode, a step computes either images or tokens of a prompt.
-        Returns the seconds spent, and `num_computed` and `over_budget` of `StepResult`. Encoded images are pinned for
-        their requests. Raises: SequenceFailure.
+        means no limit. In steps in which others decode, a request first computes the prompt tokens before its image,
+        and encodes the image in later steps. Returns the seconds spent, and `num_computed` and `over_budget` of
+        `StepResult`. Encoded images are pinned for their requests. Raises: SequenceFailure.
         """
         missing = self._find_missing(items)
         if not missing:

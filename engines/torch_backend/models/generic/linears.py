@@ -34,7 +34,7 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """Module paths of each weight that is used unchanged, and only by these layers and the embedding table."""
+    """For each weight that only these layers or the embedding table use: paths of modules that hold the tensor itself."""
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for path, module in model.named_modules():
@@ -51,7 +51,7 @@ def stored_places(
 
 
 def keep_stored(modules: Iterable[nn.Module], weight: Tensor, dtype: torch.dtype) -> None:
-    """Set the layers' weight in its stored dtype. Each call converts it, until operators read it directly."""
+    """Set `weight` in its stored dtype. Forward calls convert it to `dtype`, until operators that read it are bound."""
     parameter = nn.Parameter(weight, requires_grad=False)
 
     def embed(input: Tensor) -> Tensor:

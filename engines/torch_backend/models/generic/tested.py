@@ -1,4 +1,4 @@
-"""Architectures whose decoder transformers computes, and that the tests run in every mode of the engine."""
+"""Architectures whose decoder the `transformers` library computes, and which the tests run in every engine mode."""
 
 TESTED = frozenset(
     {
