@@ -264,7 +264,7 @@ class GatewayStore:
         self._starts: dict[str, int] = {}
 
     def begin(self, manifest: Manifest) -> None:
-        """Ask which blobs of a package are missing. The gateway protects all of them from collection. Raises: ApiFailed."""
+        """Ask which blobs are missing, and protect all blobs of the package from garbage collection. Raises: ApiFailed."""
         headers = {"content-type": MANIFEST_TYPE}
         plan = self._client.send("POST", "/v1/packages", content=manifest.encode(), headers=headers)
         missing = read_content(plan)["missing"]

@@ -1,8 +1,8 @@
 """The record of one request of a load test, and the parameters of the test.
 
-Written by the users, read by results and reports. Latencies are defined as in `shared/telemetry/metrics.py`, with two
-differences. They begin when the request was due, so that waiting for a free client counts. E2E ends with the last
-received byte.
+The simulated users write records; the modules for results and reports read them. Latencies are defined as in
+`shared/telemetry/metrics.py`, with two differences. They begin when the request was due, so that waiting for a free
+client counts. E2E ends with the last received byte.
 """
 
 import math
