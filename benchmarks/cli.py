@@ -78,15 +78,15 @@ def bench_gateway(
     growth: Annotated[
         int,
         typer.Option(
-            min=0, max=1000, help="Measure Redis for this many workers with 100 idle requests each."
+            min=0,
+            max=1000,
+            help="CPU time of Redis for this many workers, each with 100 requests without events.",
         ),
     ] = 0,
     tokens: Annotated[
         int, typer.Option(min=0, help="Measure the CPU time per token of this many streams.")
     ] = 0,
-    against: Annotated[
-        Path | None, typer.Option(help="Folder of another checkout to compare with.")
-    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Another checkout to compare with.")] = None,
     figures: Annotated[
         Path | None,
         typer.Option(help="File for the figures of `vlm plan`, measured at 32 connections."),
