@@ -102,17 +102,16 @@ def ignored_fields() -> str:
 
 
 def numbers() -> str:
-    """Returns the numbers of lines, of files, and of files of a streamed request."""
+    """Returns the numbers of lines and files, and of the files whose code a streamed request runs."""
     sizes = count(ROOT)
     parts = [
         f"{area}: {sizes[area][language][0]:,} lines in {sizes[area][language][1]} files"
         for area, language in (("product", "Python"), ("tests", "Python"), ("docs", "Markdown"))
     ]
-    ways = ", ".join(
-        str(num_request_files(*options)) for options in ((), ("--engine", "torch", "--image"))
-    )
+    mock, torch = num_request_files(), num_request_files("--engine", "torch", "--image")
     return (
-        f"{'; '.join(parts)}; files of a streamed request, mock, and torch with an image: {ways}.\n"
+        f"{'; '.join(parts)}. A streamed chat request runs code of {mock} source files with the mock engine,"
+        f" and of {torch} with the torch engine and an image.\n"
     )
 
 
