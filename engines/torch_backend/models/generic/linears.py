@@ -34,7 +34,7 @@ def bind_layers(model: nn.Module, ops: Ops, dtype: torch.dtype) -> None:
 def stored_places(
     model: Any, linears: Collection[str], weights: Mapping[str, Tensor]
 ) -> dict[str, list[str]]:
-    """For each weight that only these layers or the embedding table use: paths of modules that hold the tensor itself."""
+    """For each weight that only these layers or the embedding table use: paths of modules that hold that tensor."""
     table = model.get_input_embeddings()
     readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     for path, module in model.named_modules():
