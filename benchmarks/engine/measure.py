@@ -52,7 +52,7 @@ class WorkCounter:
 
 @dataclass(slots=True)
 class Run:
-    """The result of a run. Units: seconds since all requests were added; tokens.
+    """The result of a run. Times are seconds since its start; lengths are tokens.
 
     `late_at`: when the late request was added. Its first token ends the run.
     """

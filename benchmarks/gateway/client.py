@@ -35,7 +35,7 @@ class BenchError(Exception):
 class Job:
     """The requests of one measurement, their target and their duration.
 
-    `has_new_images`: each request has a new image, made from the image in `body` by replacing its number 0.
+    `has_new_images`: each request has a new image: that of `body` with another number in its JPEG comment.
     `expected_text`: the answer, if it is always the same.
     """
 

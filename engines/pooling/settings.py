@@ -15,7 +15,7 @@ class PoolingSettings(EngineSettings):
     max_batch_tokens: int = Field(default=8192, ge=1)
     """Maximum number of tokens per step of an embedding engine."""
     result_cache_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
-    """Size of an embedding engine's cache of vectors and scores, per input and tenant; 0: none."""
+    """Maximum bytes of an embedding engine's cache of vectors and scores, which serves all tenants; 0: no cache."""
     result_cache_s: float = Field(default=3600.0, gt=0)
     """Lifetime of a cached result."""
 

@@ -41,7 +41,7 @@ class Chunk(msgspec.Struct):
     queue_s: float = 0.0
     num_computed: int | None = None  #: tokens of this stream so far; set if `tokens` can lack some
     text: str = ""  #: text of all new tokens; set if `tokens` can lack some
-    lost: bytes = b""  #: bytes of `num_lost` tokens with unknown ids before `tokens`
+    lost: bytes = b""  #: text of `num_lost` tokens that precede `tokens`; their ids are unknown
     num_lost: int = 0
 
 
@@ -137,7 +137,7 @@ class PromptText:
 
 
 def find_model(client: UpstreamClient, wanted: str = "") -> dict[str, Any]:
-    """A model's entry in `GET /v1/models`; without a name, the first. Raises: EngineStartError, as in `describe`."""
+    """A model's entry in `GET /v1/models`; without a name, the first. Raises: EngineStartError; those of `describe`."""
     listed = client.request("GET", MODELS).raise_for_status().json()["data"]
     for found in listed:
         if found["id"] == wanted or not wanted:

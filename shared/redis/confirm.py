@@ -40,7 +40,7 @@ class Confirmer:
         self._is_refused = False
 
     async def confirm(self, *proofs: Command) -> None:
-        """Wait until a replica has received the caller's writes. `proofs`: commands that reply true after the writes.
+        """Wait until a replica has received the caller's writes. `proofs`: commands that reply true if the writes exist.
 
         The proofs show that this connection has the same primary as the connection of the writes. Raises: RedisError.
         """

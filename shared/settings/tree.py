@@ -1,6 +1,6 @@
 """Every setting of every process, in one frozen tree.
 
-Built once in `main` and passed on by sub-tree; nothing reads the environment afterwards. Precedence:
+`main` builds it and passes its groups to components; nothing reads the environment afterwards. Precedence:
 command line > environment (`VLM_GATEWAY__PORT=8080`) > `.env` > file named by `VLM_CONFIG` > defaults. A bad
 value or an unknown key stops the process and names the field.
 """
@@ -146,7 +146,7 @@ class Prices(Group):
 
 class GatewaySettings(Group):
     header_timeout_s: ClassVar[float] = 10.0  #: limit to receive a request's headers
-    #: limit to wait for the first event before a stream's headers are sent
+    #: headers of a stream are sent at its first event, or after this time
     headers_after_s: ClassVar[float] = 15.0
     keep_alive_s: ClassVar[float] = 10.0  #: between the SSE comments of a waiting stream
     #: time after which a stream is cancelled if its client does not read
@@ -198,8 +198,8 @@ class GatewaySettings(Group):
     body_timeout_s: float = Field(default=30.0, gt=0)
     """Longest pause between two parts of a request's body. Bodies slower than 16 KiB/s are also refused."""
     response_ttl_s: float = Field(default=3600.0, ge=0, le=2_592_000)
-    """Time for which answers of `/v1/responses` are stored for `previous_response_id`, and images for their file
-    ids; 0: they are not stored."""
+    """Time for which answers of `/v1/responses` and uploaded media are stored, so that later requests can name
+    their ids; 0: they are not stored."""
     home_grace_s: float = Field(default=0.25, ge=0, le=10)
     """Maximum time that requests with images or long prompts wait for the worker that has these in its caches;
     0: they do not wait."""
@@ -222,7 +222,7 @@ class GatewaySettings(Group):
         Json[str],
         _check(
             lambda names: _are_names(names) and names.keys().isdisjoint(names.values()),
-            "name for each alias a model that is not an alias, and leave no name empty",
+            "map each alias to a model that is not an alias; no name may be empty",
         ),
     ] = Field(default={})
     """Other names of models, as JSON, such as `{"gpt-4o": "qwen2.5-vl"}`."""
@@ -237,7 +237,7 @@ class GatewaySettings(Group):
         Json[str],
         _check(
             lambda names: _are_names(names) and all(n != other for n, other in names.items()),
-            "name for each model another model, and leave no name empty",
+            "map each model to another model; no name may be empty",
         ),
     ] = Field(default={})
     """For each model, another model that answers while the queue is full or no worker serves the model, as JSON,
@@ -390,7 +390,7 @@ class SearchSettings(Group):
     """Storage of vectors: lance:///DIRECTORY or postgresql://USER@HOST/DATABASE; empty: Lance in the data
     directory."""
     collections: Names = ()
-    """Directories of `vlm embed`, comma separated: read-only stores for every key."""
+    """Directories that `vlm embed` wrote, comma separated; every key can search them as read-only stores."""
     default_store: str = ""
     """Id or name of the store that `POST /similar` searches."""
 
@@ -416,7 +416,7 @@ class DeploySettings(Group):
     package: str = ""
     """Package that `vlm worker` fetches from the store and serves, `name@sha256:...`; empty: none."""
     environment: str = ""
-    """Variables and names of secrets of the package that `vlm worker` serves, as JSON."""
+    """Environment variables and names of secrets for the package that `vlm worker` serves, as JSON."""
     allowed_signers: str = ""
     """File of SSH public keys in OpenSSH's `allowed_signers` format; a package must be signed by one of them.
     Empty: no signature is required."""

@@ -41,14 +41,14 @@ class PublishedLinears:
         self.layouts = {linear.name: reader.layout(linear) for linear in self.linears}
         self._num_bytes = 0  # in memory
         self._forms: Counter[Form] = Counter()
-        #: placeholders for layers that stay integers, by stored names; None: integers are loaded directly
+        #: weights that `replace_stand_ins` replaces by integers, by stored names; None: layers take integers directly
         self.stand_ins: dict[str, Tensor] | None = None
-        #: layers that are not separate linear layers in transformers' model
+        #: layers to dequantize: transformers' model has no linear layer for them alone
         self._lost = {linear.name for linear in self.linears if "embed" in linear.name}
 
     @property
     def forms(self) -> set[Form]:
-        """The forms of the layers, if the model can hold integers."""
+        """The forms of the stored layers, also of those that the model cannot hold as integers."""
         return {layout.form for layout in self.layouts.values()}
 
     def place(self, linear: StoredLinear, model: nn.Module) -> str | None:
@@ -56,7 +56,7 @@ class PublishedLinears:
         if self.layouts[linear.name].form == "float":
             return None
         path = (self._rename(f"{linear.name}.weight") or "").removesuffix(".weight")
-        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # only paths change
+        is_kept = self._rename(f"{linear.name}.scale") == f"{path}.scale"  # only paths differ
         return path if is_kept and isinstance(find_layer(model, path), Linear) else None
 
     def put(

@@ -149,7 +149,7 @@ def load_model(
 
     `progress` is called with the completed ratio. With a scheme, `seconds["quantize"]` is set to the time of
     quantization. If `ops` are C++ kernels, weights are packed for them, so the caller must bind the model to the same
-    `ops`. If the decoder is quantized, tower and projector then become int8 too.
+    `ops`; beside a quantized decoder, a float32 engine then quantizes tower and projector to int8.
     Raises: UnsupportedCheckpoint, ModelTooLarge.
     """
     stored = list_weights(directory)

@@ -93,8 +93,8 @@ def choose_level() -> CpuLevel:
 
     With matrix units (AMX), torch is faster than the kernels if there are many tokens. On two cores of a Sapphire
     Rapids, 512 tokens and 2048 x 2048 bfloat16 weights took 97 ms in torch and 513 ms in the kernel. On two cores of
-    another Xeon, attention of 607 tokens with 32 heads took 10 ms in torch and 17 ms in the kernel, and 608 tokens with
-    int8 weights of 5632 x 2048 took 12 ms and 28 ms; times were equal for 128 and 96 tokens, respectively.
+    another Xeon, attention of 607 tokens took 10 ms in torch and 17 ms in the kernel (equal times: 128 tokens), and a
+    product of 608 tokens with int8 weights of 5632 x 2048 took 12 ms and 28 ms (equal times: 96 tokens).
     """
     capability = torch.backends.cpu.get_cpu_capability()
     allowed: Sequence[CpuLevel] = LEVELS

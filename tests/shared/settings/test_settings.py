@@ -59,9 +59,9 @@ REFUSED = [
     ("GATEWAY__KEEP_ALIVE_S", "3", "VLM_GATEWAY__KEEP_ALIVE_S: there is no such setting"),
     *((f"GATEWAY__{name}", value, f"VLM_GATEWAY__{name}: write a JSON object")
       for name in ("PRICES", "ALIASES", "FALLBACKS", "MODEL_DEFAULTS") for value in ("[]", "{", "5")),
-    *(("GATEWAY__ALIASES", value, "GATEWAY__ALIASES: name for each alias a model") for value in (
+    *(("GATEWAY__ALIASES", value, "GATEWAY__ALIASES: map each alias to a model") for value in (
         '{"a": "b", "b": "c"}', '{"": "a"}', r'{"a\n": "b"}')),
-    ("GATEWAY__FALLBACKS", '{"a": "a"}', "GATEWAY__FALLBACKS: name for each model another"),
+    ("GATEWAY__FALLBACKS", '{"a": "a"}', "GATEWAY__FALLBACKS: map each model to another"),
     ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"temprature": 1}}', "DEFAULTS__TINY__TEMPRATURE: "),
     ("GATEWAY__MODEL_DEFAULTS", '{"tiny": {"temperature": 3}}', "DEFAULTS__TINY__TEMPERATURE: "),
     *(("REDIS_URL", url, "VLM_REDIS_URL.* redis://HOST") for url in (

@@ -1,7 +1,7 @@
 """Compares a loaded model's logits in engine steps with those of transformers' forward pass.
 
-It runs two prompts of different lengths, in chunks that share steps with decodes, and one prompt with an image. Errors
-in windows, scales, positions, states or features change the logits even of few tokens.
+It runs two prompts of different lengths, in chunks that share steps with decodes, and one prompt with an image. Short
+prompts are enough: errors in windows, scales, positions, states or features already change their logits.
 """
 
 import inspect
