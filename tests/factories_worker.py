@@ -31,6 +31,7 @@ class StoppableEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.steps_left: int | None = None  #: steps until the gate closes; None: it stays open
+        self.counts_empty_steps = True
         self.error: Exception | None = None
         self.num_prepared = 0
         self.added: list[EngineInput] = []
@@ -61,13 +62,14 @@ class StoppableEngine:
     def step(self) -> list[EngineOutput]:
         self.threads.add(threading.get_ident())
         self.gate.wait()
-        if self.steps_left is not None:
+        if self.error is not None:
+            raise self.error
+        outputs = self.engine.step()
+        if self.steps_left is not None and (outputs or self.counts_empty_steps):
             self.steps_left -= 1
             if self.steps_left == 0:
                 self.gate.clear()
-        if self.error is not None:
-            raise self.error
-        return self.engine.step()
+        return outputs
 
     def wake(self) -> None:
         """Does not shorten a step, because tests count steps."""
