@@ -170,7 +170,9 @@ class Case:
     def held(self, engine: StoppableEngine) -> Iterator[None]:
         """Holds back all but the first tokens of an answer."""
         engine.steps_left = 1 if self.stand_in is None else None
-        engine.counts_empty_steps = False  # steps of a server return nothing until its events arrive
+        engine.counts_empty_steps = (
+            False  # steps of a server return nothing until its events arrive
+        )
         if self.stand_in is not None:  # a step can return all tokens of such a server, or none
             self.stand_in.released.clear()
             self.stand_in.hold_after = 1
