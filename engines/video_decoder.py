@@ -4,6 +4,7 @@
 read from headers. FFmpeg opens only the listed containers and codecs, and no other file or protocol.
 """
 
+import struct
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ import av
 import av.error
 import av.stream
 import msgspec
+from av.sidedata.sidedata import Type
 from PIL import Image
 
 from engines.base import FrameLimits, InvalidImage, VideoInfo
@@ -123,6 +125,9 @@ class VideoFile:
         # Encoders round the rotation matrix. A matrix of zeros means no rotation.
         turns = round(frame.rotation / 90) if abs(frame.rotation) <= 360 else 0
         self._rotation = 90 * turns % 360
+        matrix = frame.side_data.get(Type.DISPLAYMATRIX)
+        a, b, _, c, d, *_ = struct.unpack("9i", bytes(matrix)) if matrix else (1, 0, 0, 0, 1)
+        self._is_mirrored = a * d < b * c
         width, height = frame.width, frame.height
         if self._rotation % 180:
             width, height = height, width
@@ -185,8 +190,9 @@ class VideoFile:
         self._limits.check(frame.width, frame.height)  # the size can change within a stream
         rgb = frame.reformat(*size, "rgb24").planes[0]
         image = Image.frombuffer("RGB", size, rgb, "raw", "RGB", rgb.line_size, 1)
-        is_turned = self._rotation in (90, 180, 270)
-        return image.rotate(self._rotation, expand=True) if is_turned else image
+        if self._is_mirrored:
+            image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+        return image.rotate(self._rotation, expand=True) if self._rotation else image
 
 
 def open_container(file: IO[bytes], form: str, options: dict[str, str], damaged: str) -> Any:

@@ -77,12 +77,13 @@ def _boxes(data: bytes, name: bytes) -> Iterator[int]:
         place = data.find(name, place + 4)
 
 
-def rotated(data: bytes, degrees: float = 90, unit: int = 1 << 16) -> bytes:
-    """Returns the MP4 file with metadata for a clockwise rotation."""
+def rotated(data: bytes, degrees: float = 90, unit: int = 1 << 16, y: int = 1) -> bytes:
+    """Returns the MP4 file with metadata for a clockwise rotation; y = -1: of frames that are flipped vertically."""
     out = bytearray(data)
     for place in _boxes(data, b"tkhd"):
         cos, sin = (int(unit * f(math.radians(degrees))) for f in (math.cos, math.sin))
-        out[place + 40 : place + 76] = struct.pack(">9i", cos, sin, 0, -sin, cos, 0, 0, 0, 1 << 30)
+        matrix = (cos, sin, 0, -sin * y, cos * y, 0, 0, 0, 1 << 30)
+        out[place + 40 : place + 76] = struct.pack(">9i", *matrix)
     return bytes(out)
 
 

@@ -84,9 +84,11 @@ def test_a_variable_frame_rate_is_resampled(pool: VideoPool):
 
 
 def test_the_rotation_of_a_video_is_applied(pool: VideoPool):
-    for degrees, corner in ((0, 0), (89.99, 1), (180, 2), (270, 3)):
-        info, [first, *_] = decode(pool, rotated(clip("mp4"), degrees))
-        assert (info.width, info.height) == first.size == ((48, 64) if corner % 2 else (64, 48))
+    upright, mirrored = ((0, 0), (89.99, 1), (180, 2), (270, 3)), ((0, 3), (90, 0), (180, 1))
+    for degrees, corner, y in [(*row, 1) for row in upright] + [(*row, -1) for row in mirrored]:
+        info, [first, *_] = decode(pool, rotated(clip("mp4"), degrees, y=y))
+        is_upright = round(degrees) % 180 == 0
+        assert (info.width, info.height) == first.size == ((64, 48) if is_upright else (48, 64))
         right, bottom = first.width - 4, first.height - 4
         places = ((4, 4), (right, 4), (right, bottom), (4, bottom))
         bright = [first.getpixel(place)[0] > 200 for place in places]  # type: ignore[index]
