@@ -632,7 +632,7 @@ class BatchRunner:
     async def _run(self, owner: str, id_: str) -> None:
         """Run a batch while this gateway holds its lease."""
         work = asyncio.ensure_future(self._work(owner, id_))
-        hold = asyncio.ensure_future(self._renew_lease(id_))
+        hold = asyncio.ensure_future(self._leases.renew(id_, self.holder, _LEASE_S))
         try:
             await asyncio.wait({work, hold}, return_when=asyncio.FIRST_COMPLETED)
             if work.done() and (error := work.exception()) is not None:
@@ -645,17 +645,6 @@ class BatchRunner:
                 await self._leases.drop(id_, self.holder)
             del self._running[id_]
             self._changed.set()
-
-    async def _renew_lease(self, id_: str) -> None:
-        """Renew the lease. Returns when the lease is lost or may be lost."""
-        held_at = time.monotonic()
-        while time.monotonic() < held_at + _LEASE_S * 0.7:
-            await asyncio.sleep(_LEASE_S / 5)
-            with suppress(QueueUnavailable):
-                asked_at = time.monotonic()
-                if not await self._leases.hold(id_, self.holder, _LEASE_S):
-                    return
-                held_at = asked_at
 
     async def _work(self, owner: str, id_: str) -> None:
         view = await asyncio.to_thread(self._batches.get, owner, id_)

@@ -37,6 +37,7 @@ STREAM_PATH = "/v1/streams/"
 BEGINS_WITHIN_S = 10.0
 #: Maximum time to load the images of a request and to queue it. Afterwards, another gateway may try.
 _ATTEMPT_S = 60.0
+_LEASE_S = 10.0  #: after this time, other gateways may try if the gateway of the request has died
 #: How long a record outlives the deadline of its request.
 RECORD_GRACE_S = 60.0
 #: How often a record may disappear between two accesses before the client gets an error.
@@ -192,11 +193,15 @@ class Resume:
         lease = (request_id, self.dispatcher.mailbox.gateway_id)
         until = time.monotonic() + _ATTEMPT_S
         async with self._locks.setdefault(request_id, asyncio.Lock()):
+            renewal = None
             try:  # a lease is also dropped if the reply to `hold` was lost
-                while not await self.leases.hold(*lease, _ATTEMPT_S) and time.monotonic() < until:
+                while not await self.leases.hold(*lease, _LEASE_S) and time.monotonic() < until:
                     await asyncio.sleep(0.05)
+                renewal = asyncio.create_task(self.leases.renew(*lease, _LEASE_S))
                 yield
             finally:
+                if renewal is not None:
+                    renewal.cancel()
                 with suppress(QueueUnavailable):
                     await self.leases.drop(*lease)
 

@@ -1,5 +1,9 @@
 """Records of requests that outlive their connection, for any gateway, and exclusive leases of gateways."""
 
+import asyncio
+import time
+from contextlib import suppress
+
 from shared.queue.api import QueueUnavailable
 from shared.queue.keys import RedisStore, to_ms
 from shared.queue.scripts import HOLD
@@ -40,6 +44,17 @@ class Leases(RedisStore):
         """Acquire or renew a lease. Returns True if `holder` has the lease."""
         keys = (self._keys.lease(name),)
         return await self._run(HOLD, keys, holder=holder, ttl_ms=to_ms(ttl_s)) == 1
+
+    async def renew(self, name: str, holder: str, ttl_s: float) -> None:
+        """Renew a lease. Returns when the lease is lost or may be lost."""
+        held_at = time.monotonic()
+        while time.monotonic() < held_at + ttl_s * 0.7:
+            await asyncio.sleep(ttl_s / 5)
+            with suppress(QueueUnavailable):
+                asked_at = time.monotonic()
+                if not await self.hold(name, holder, ttl_s):
+                    return
+                held_at = asked_at
 
     async def drop(self, name: str, holder: str) -> None:
         await self._run(HOLD, (self._keys.lease(name),), holder=holder, ttl_ms=0)

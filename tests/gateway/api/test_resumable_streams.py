@@ -3,12 +3,14 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from unittest.mock import AsyncMock
 
 import httpx
 import msgspec
 import pytest
 
+from gateway.calls import resume
 from gateway.calls.resume import StreamRecord
 from shared.blobs.api import BlobsUnavailable
 from shared.protocol import ErrorCode, encode
@@ -175,6 +177,22 @@ async def test_if_images_cannot_be_stored_nothing_is_queued_and_a_retry_stores_t
     await ask(input="and now?", previous_response_id=(await ask()).json()["id"])
     first, second = [[each.sha256 for each in call.task.images] for call in worker.requests]
     assert second == first != []
+
+
+async def test_a_retry_runs_when_the_lease_of_a_dead_gateway_expires(gateway, other, monkeypatch):
+    monkeypatch.setattr(resume, "_LEASE_S", 2.0)
+    submit = AsyncMock(side_effect=partial(asyncio.sleep, 60))
+    hold = AsyncMock(wraps=gateway.services.leases.hold)
+    monkeypatch.setattr(gateway.services.queue, "submit", submit)
+    monkeypatch.setattr(gateway.services.leases, "hold", hold)
+    first = asyncio.create_task(gateway.chat(headers={"idempotency-key": "lease"}))
+    await until(lambda: submit.called)
+    retry = asyncio.create_task(other.chat(headers={"idempotency-key": "lease"}))
+    await until(lambda: hold.await_count > 6)  # the first gateway renews the lease
+    assert not retry.done()
+    hold.side_effect = QueueUnavailable
+    assert (await asyncio.wait_for(retry, 20)).status_code == 200
+    first.cancel()
 
 
 async def test_a_reader_that_disconnects_does_not_release_the_key(
