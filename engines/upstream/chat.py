@@ -66,8 +66,12 @@ class _Call(msgspec.Struct):
     function: _Function | None = None
 
 
+class _Part(msgspec.Struct):
+    text: str = ""
+
+
 class _Delta(msgspec.Struct):
-    content: str | None = None
+    content: str | list[_Part] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[_Call] | None = None
@@ -154,13 +158,15 @@ class ChatRequest(OpenRequest):
         )
 
     def _output(self, delta: _Delta) -> EngineOutput | None:
-        reasoning = delta.reasoning_content or delta.reasoning or ""
+        text, reasoning = delta.content or "", delta.reasoning_content or delta.reasoning or ""
+        if isinstance(text, list):
+            text = "".join(part.text for part in text)
         for call in delta.tool_calls or ():
             self._add_call(call, call.function or _Function())
-        if not (delta.content or reasoning or delta.tool_calls):
+        if not (text or reasoning or delta.tool_calls):
             return None
         output = EngineOutput(
-            self.request_id, self.num_tokens, text=delta.content or "", reasoning=reasoning,
+            self.request_id, self.num_tokens, text=text, reasoning=reasoning,
             calls=self._take_calls(), num_without_id=1, usage=None if self.is_started else self.usage,
         )  # fmt: skip
         if not self.is_started:

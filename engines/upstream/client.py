@@ -25,7 +25,7 @@ WATCH_EVERY_S = 1.0
 END_S = 0.1  #: time after which a stream that ended without its last event counts as broken
 HOLD_S_PER_STREAM = 0.0001  #: delay of events, so that one wakeup of the engine delivers several
 DONE = b"[DONE]"  #: data of a stream's last event
-_DATA = b"data:"
+_DATA = re.compile(rb"(?:\xef\xbb\xbf)?data:(.*)")  # a stream may begin with a BOM
 _SAMPLE = re.compile(rb"^([a-zA-Z_:][\w:]*)(?:\{[^}]*\})? ([-+.\deE]+)$", re.M)
 
 
@@ -235,7 +235,7 @@ class UpstreamClient:
                 return
             *lines, rest = (rest + piece).split(b"\n")
             for line in lines:
-                if line.startswith(_DATA) and (data := line[len(_DATA) :].strip()):
+                if (found := _DATA.match(line)) and (data := found[1].strip()):
                     self._put(StreamEvent(stream_id, "data", data))
 
         headers = {"content-type": "application/json", "accept-encoding": "identity"}

@@ -161,8 +161,9 @@ ONE, TWO = (0, "look", '{"a": "}"}'), (1, "see", '{"b": 2}')
 def test_tool_calls_are_separated_in_any_form_of_deltas(
     loaded: LoadedEngine, server: StandIn, deltas: list[Any], calls: list[tuple[int, str, str]]
 ):
-    """The server omits usage and `[DONE]`, and sends null for empty fields."""
-    events = [None, *({"choices": [{"delta": each}]} for each in ({"content": "hi"}, *deltas))]
+    """The server omits usage and `[DONE]`, and sends null for empty fields, and parts for text."""
+    parts = {"content": [{"type": "thinking", "thinking": []}, {"type": "text", "text": "hi"}]}
+    events = [None, *({"choices": [{"delta": each}]} for each in (parts, *deltas))]
     events += [{"choices": None}, {"choices": [{"delta": None, "finish_reason": "stop"}]}]
     server.streams = [[f"data: {json.dumps(event) if event else ''}" for event in events]]
     outputs = answer(loaded, make_call(tools=TOOLS))

@@ -74,7 +74,7 @@ def ask(client: UpstreamClient, stream_id: str) -> list[StreamEvent]:
 
 def test_events_are_complete_in_any_chunks_and_connections_are_reused():
     pieces: list[bytes | None] = [b"data: one\n\nda", b"ta: t", b"wo\n\ndata:three\n\n: note\n"]
-    server = Server([pieces, [b"data: four\n\n"]])
+    server = Server([pieces, [b"\xef\xbb\xbfdata: four\r\n\r\n"]])
     with connected(server) as client:
         *first, _ = ask(client, "a")
         *second, _ = ask(client, "b")
