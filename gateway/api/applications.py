@@ -461,7 +461,7 @@ class Applications(DeployResource):
     @operation("GET", "/v1/applications")
     async def list_applications(self, caller: Caller) -> ApplicationList:
         """List deployments."""
-        apps = await self._deployments.apps()
+        apps = await self._deployments.without_lost()
         routes = await asyncio.to_thread(read_routes, self._store)
         found = [self._to_object(app) for app in apps.values()]
         found += [self._to_unreadable(name) for name in self._deployments.unreadable]
@@ -475,9 +475,10 @@ class Applications(DeployResource):
         return await self._get(_check_name(caller))
 
     async def _get(self, name: str) -> Application:
-        history, app = await asyncio.gather(self._history(name), self._find(name))
+        history, apps = await asyncio.gather(self._history(name), self._deployments.without_lost())
         if history is None:
             raise _unknown()
+        app = apps.get(name)
         if app is None and name in self._deployments.unreadable:
             found = self._to_unreadable(name, history.last.number)
         else:

@@ -280,7 +280,7 @@ class ModelDirectory:
         """
         if self._deployments is None:
             return {}, []
-        apps = self._apps = await self._deployments.apps()
+        apps = self._apps = await self._deployments.without_lost()
         unreadable = self._deployments.unreadable
         if apps or unreadable:
             self._routes_seen_at = time.monotonic()

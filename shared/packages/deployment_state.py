@@ -52,6 +52,17 @@ class DeploymentState(RedisStore):
         self.unreadable = frozenset(name for name, app in apps.items() if app is None)
         return {name: app for name, app in apps.items() if app is not None}
 
+    async def without_lost(self) -> dict[str, App]:
+        """All deployments, without the instances of lost nodes: only another node removes those from the records."""
+        apps = await self.apps()
+        nodes = await self.nodes() if apps else {}
+        for name, app in apps.items():
+            if lost := {slot.node for slot in app.slots if slot.node} - nodes.keys():
+                slots = tuple(slot for slot in app.slots if slot.node not in lost)
+                message = app.message or f"lost nodes: {', '.join(sorted(lost))}"
+                apps[name] = replace(app, slots=slots, message=message)
+        return apps
+
     async def put(self, before: App | None, after: App) -> App | None:
         """Replace a record by compare-and-set. Returns the new record, or None if `before` is outdated."""
         version = before.version if before is not None else 0

@@ -13,9 +13,10 @@ from tests.worker.node.test_agent import Machines, machines, nodes_of  # noqa: F
 
 
 @pytest.fixture
-async def url(redis_server, redis_prefix):
+async def url(redis_server, redis_prefix, tmp_path):
     keys = {"deploy_keys": ("may-deploy",), "api_keys": ("asks",)}
-    settings = make_settings(redis_server, redis_prefix, gateway=keys)
+    deploy = {"store": f"file://{tmp_path}/store"}
+    settings = make_settings(redis_server, redis_prefix, gateway=keys, deploy=deploy)
     async with run_gateway_on_socket(settings, refresh=False) as running:
         yield str(running.client.base_url)
 
@@ -51,6 +52,11 @@ async def test_a_drained_node_ends_and_its_instances_start_on_another(
     assert await machines.nodes() <= {"one", "two"}
     await machines.wait(lambda app: len(nodes_of(app)) == 2)
     assert not machines.running[drained][1].done()
+    assert (await run("drain", "one", url=url)).exit_code == 0
+    await machines.wait(lambda app: [slot.node for slot in app.slots] == ["two", "two"])
+    assert (await run("drain", "two", url=url)).exit_code == 0
+    [app] = json.loads((await run("apps", "-o", "json", url=url)).stdout)["data"]
+    assert (app["active"]["num_ready"], app["message"]) == (0, "lost nodes: two")
 
 
 async def test_drain_requires_a_deploy_key_and_a_known_node(url: str):
