@@ -323,8 +323,11 @@ class GatewayStore:
 def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator[None]:
     """Upload a package, and protect it from garbage collection inside the block. Raises: CommandFailed."""
     url = store_url or find_store(client)
+    path = url.removeprefix("file://")
     try:
-        if store_url is None and not _is_reachable(url, client):
+        # If the store is a writable directory of this machine, the files are not sent to the gateway.
+        is_here = path != url and is_loopback(urlsplit(client.url).hostname)
+        if store_url is None and not (is_here and os.access(path, os.W_OK)):
             target = GatewayStore(client)
             target.begin(packed.manifest)
             try:
@@ -339,13 +342,6 @@ def _uploaded(packed: Packed, client: Client, store_url: str | None) -> Iterator
             yield
     except StoreError as error:
         raise CommandFailed(str(error), UPLOAD) from None
-
-
-def _is_reachable(url: str, client: Client) -> bool:
-    """True if the gateway's store is a writable directory of this machine."""
-    path = url.removeprefix("file://")
-    is_here = is_loopback(urlsplit(client.url).hostname)
-    return is_here and path != url and os.access(path, os.W_OK)
 
 
 def upload(packed: Packed, store: PackageStore | GatewayStore) -> int:

@@ -53,16 +53,12 @@ class Answer:
     @property
     def itl_s(self) -> list[float]:
         """Gaps between consecutive tokens; the gap before a chunk is divided among its tokens."""
-        counts = tokens_by_chunk([num_chars for _, num_chars in self.chunks], self._num_text_tokens)
+        num_tokens = self.num_tokens - (self.finish_reason == "stop")  # without the end token
+        counts = tokens_by_chunk([num_chars for _, num_chars in self.chunks], num_tokens)
         gaps = [after - before for (before, _), (after, _) in pairwise(self.chunks)]
         return [
             gap / count for gap, count in zip(gaps, counts[1:], strict=True) for _ in range(count)
         ]
-
-    @property
-    def _num_text_tokens(self) -> int:
-        """Output tokens without the end token, which has no text."""
-        return self.num_tokens - (self.finish_reason == "stop")
 
 
 def tokens_by_chunk(num_chars: list[int], num_tokens: int) -> list[int]:

@@ -31,8 +31,11 @@ MAX_OPEN = 2000  # concurrent requests of an open loop; further requests wait, a
 
 def main() -> None:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    allow_many_connections()
-    out = claim_standard_output()
+    # The limit on open files is usually 1,024, less than MAX_OPEN.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # standard output is for records only
     asker = Asker(order, partial(write, out))
     began_at, used_s = time.perf_counter(), time.process_time()
     if order.plan.loop == "open":
@@ -40,19 +43,6 @@ def main() -> None:
     else:
         run_closed_loop(asker)
     write(out, (time.process_time() - used_s) / (time.perf_counter() - began_at))
-
-
-def allow_many_connections() -> None:
-    """Raise the limit on open files, which is usually 1,024, less than MAX_OPEN."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def claim_standard_output() -> BinaryIO:
-    """Reserve standard output for records. The output of libraries is redirected to standard error."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    return out
 
 
 def write(out: BinaryIO, line: Record | float) -> None:

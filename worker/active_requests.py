@@ -125,7 +125,8 @@ class Outbox:
         elif (
             len(self._published_at) >= MIN_COALESCED_STREAMS
             and active not in self._due
-            and (wait_s := self._wait_s(active, now)) > 0.0
+            # The first tokens are not delayed.
+            and (wait_s := self._published_at.get(active, 0.0) + STREAM_HOLD_S - now) > 0.0
         ):
             self._held[active] = draft
             if self._timer is None:
@@ -142,10 +143,6 @@ class Outbox:
             draft.events += events
             self._due[active] = draft
             self._filled.set()
-
-    def _wait_s(self, active: "ActiveRequest", now: float) -> float:
-        """Delay of a stream's tokens. The first tokens are not delayed."""
-        return self._published_at.get(active, 0.0) + STREAM_HOLD_S - now
 
     def _release(self) -> None:
         self._timer = None

@@ -287,9 +287,11 @@ class ModelDirectory:
         elif time.monotonic() - self._routes_seen_at < _ROUTES_KEPT_S:
             return self._deployed, []  # Redis has lost them; nodes restore them from the store
         routes = {name: route for name, app in apps.items() if (route := _to_route(app))}
-        for name in unreadable & self._deployed.keys():
-            if kept := _without_removed(self._deployed[name], known):
-                routes[name] = kept
+        for name in unreadable & self._deployed.keys():  # without versions that nodes have removed
+            route = self._deployed[name]
+            if route.card.parent in known:
+                others = tuple(each for each in route.others if each[0].parent in known)
+                routes[name] = Route(route.card, others)
         revisions = [revision for app in apps.values() for revision in app.revisions]
         return routes, [each.card for each in revisions if each.card is not None]
 
@@ -318,8 +320,10 @@ class ModelDirectory:
         if card is None:  # the model may have registered since the last refresh
             looked_at = self._refreshed_at
             await asyncio.sleep(looked_at + _MISS_PAUSE_S - time.monotonic())
-            if self._refreshed_at == looked_at:
-                await self._refresh_once()
+            if self._refreshed_at == looked_at:  # refresh once for all concurrent callers
+                if self._looking is None or self._looking.done():
+                    self._looking = asyncio.create_task(self.refresh(), context=Context())
+                await asyncio.shield(self._looking)
             card = self._known(name, side)
         if card is None:
             error = self.missing(name, task, tenant)
@@ -369,12 +373,6 @@ class ModelDirectory:
         what = "application" if task == "run" else "model"
         message = f"The {what} does not exist; {served}."
         return NotFound(message, param="model", code="model_not_found")
-
-    async def _refresh_once(self) -> None:
-        """Refresh once for all concurrent callers. Raises: QueueUnavailable, RedisError, OSError."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.create_task(self.refresh(), context=Context())
-        await asyncio.shield(self._looking)
 
     def label(self, name: str) -> str:
         """A model's label in metrics: its name if it is known, else `other`. An alias has its model's label."""
@@ -438,13 +436,6 @@ def _weighted(
         if found:
             others = tuple((card, weight / total) for card, weight in found[1:])
             yield record.name, Route(found[0][0], others)
-
-
-def _without_removed(route: Route, known: Collection[str]) -> Route | None:
-    """A route without the versions that nodes have removed."""
-    if route.card.parent not in known:
-        return None
-    return Route(route.card, tuple(each for each in route.others if each[0].parent in known))
 
 
 def _renamed(name: str, card: ModelCard) -> ModelCard:

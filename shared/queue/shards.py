@@ -391,7 +391,7 @@ class ShardedMailbox:
             except Exception as error:
                 await arrived.put(error)
 
-        self._end_tasks()
+        await cancel(*self._tasks)
         self._tasks = [asyncio.create_task(read(box)) for _, box in self._boxes]
         self._tasks.append(asyncio.create_task(self._open_later()))
         while True:
@@ -412,10 +412,6 @@ class ShardedMailbox:
                         continue
                     for model in missing:
                         self._on_gap(model)
-
-    def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
 
     async def close(self) -> None:
         await cancel(*self._tasks)
