@@ -97,10 +97,6 @@ def unsupported_fields() -> str:
     return table(["path", "refused"], rows)
 
 
-def ignored_fields() -> str:
-    return code(IGNORED_FIELDS) + "\n"
-
-
 def numbers() -> str:
     """Returns the numbers of lines and files, and of the files whose code a streamed request runs."""
     sizes = count(ROOT)
@@ -126,7 +122,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "alerts": alerts,
     "error codes": error_codes,
     "unsupported fields": unsupported_fields,
-    "ignored fields": ignored_fields,
+    "ignored fields": lambda: code(IGNORED_FIELDS) + "\n",
 }
 
 

@@ -151,10 +151,7 @@ async def test_a_refusal_of_the_gateway_ends_with_4(package: Path, url: str):
 async def test_an_interrupted_deploy_says_that_the_rollout_continues(
     package: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ):
-    def interrupt(_: float) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("deploy.commands.time.sleep", interrupt)
+    monkeypatch.setattr("deploy.commands.time.sleep", Mock(side_effect=KeyboardInterrupt))
     done = await asyncio.to_thread(run, *deploy_of(package), url=url)
     assert done.exit_code == 130
     assert "the rollout of generation 1 continues" in said(done)

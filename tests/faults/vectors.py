@@ -22,17 +22,12 @@ MODEL = "mock-embeddings"
 STORES = "/v1/vector_stores"
 
 
-def texts_of(name: str, count: int) -> list[str]:
-    """Returns `count` inputs for the request `name`."""
-    return [f"{name} part {number}" for number in range(count)]
-
-
 class VectorClients(Clients):
     """Clients of `/v1/embeddings`."""
 
     async def ask(self, url: str, text: str, *, num_inputs: int = 3, **_: Any) -> None:
         """Sends one request for vectors; all its inputs begin with `text`."""
-        inputs = texts_of(text, num_inputs)
+        inputs = [f"{text} part {number}" for number in range(num_inputs)]
         expected = [_encode(vector_of(each)) for each in inputs]
         body = {"model": MODEL, "input": inputs, "encoding_format": "base64"}
         async with self._asking(url, text, expected) as client:

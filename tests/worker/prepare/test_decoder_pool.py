@@ -164,13 +164,10 @@ for name, attempt in attempts.items():
 """
 
 
-def run_python(code: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.skipif(not can_filter(), reason="this kernel filters no system calls")
 def test_a_confined_process_opens_no_file_and_no_socket():
-    done = run_python(BREAKOUT)
+    command = [sys.executable, "-c", BREAKOUT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 

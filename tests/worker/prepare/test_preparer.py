@@ -75,9 +75,6 @@ class Preparing:
         request = make_request(images=images, tenant=tenant, messages=messages)
         return asyncio.create_task(self.preprocessor.prepare(request, "r"))
 
-    async def until_begun(self, count: int) -> None:
-        await until(lambda: len(self.engine.order) >= count)
-
 
 @pytest.fixture
 def preparing():
@@ -95,7 +92,7 @@ async def settle() -> None:
 
 async def test_slow_images_of_one_tenant_delay_no_text_and_no_other_tenant(preparing: Preparing):
     slow = [preparing.start("a", *(f"{n}-{i}" for i in range(8))) for n in range(3)]
-    await preparing.until_begun(1)
+    await until(lambda: preparing.engine.order)
     async with asyncio.timeout(10):
         for tenant in ("a", "b"):
             await preparing.start(tenant, text="long " * 10_000)

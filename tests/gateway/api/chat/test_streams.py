@@ -24,15 +24,12 @@ def read_events(text: str) -> list:
     return [json.loads(item) if item != "[DONE]" else item for item in data]
 
 
-def essence(chunk: dict) -> list:
-    """Returns the index, delta and finish reason of each choice of a chunk."""
-    return [(c["index"], c["delta"], c["finish_reason"]) for c in chunk["choices"]]
-
-
 async def test_chunks_are_in_the_order_of_openais_api(gateway, worker):
     *chunks, done = read_events(await gateway.stream())
     assert done == "[DONE]"
-    first, *others, last = (essence(chunk) for chunk in chunks)
+    first, *others, last = (
+        [(c["index"], c["delta"], c["finish_reason"]) for c in chunk["choices"]] for chunk in chunks
+    )
     assert first == [(0, {"role": "assistant", "content": ""}, None)]
     assert last == [(0, {}, "stop")]
     texts = [chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:-1]]
