@@ -95,8 +95,7 @@ ESCAPE = 'new KeyboardEvent("keydown", {key: "Escape", bubbles: true})'
 
 @pytest.mark.parametrize("stop", ["#stop').click()", f"#question').dispatchEvent({ESCAPE})"])
 def test_an_answer_can_be_stopped_and_its_text_is_kept(page: ChatPage, stop: str):
-    action = f"document.querySelector('{stop}"
-    page.browser.execute_script(AT_FIRST_TEXT.replace("ACTION", action))
+    page.browser.execute_script(AT_FIRST_TEXT.replace("ACTION", f"document.querySelector('{stop}"))
     page.ask("What is it?", SAMPLE)
     page.wait_for(lambda: page.find_all(".answer"))
     text = page.wait_for_end()
