@@ -197,5 +197,5 @@ def _our_images(encoder: ClipEncoder) -> Callable[[Sequence[Any]], torch.Tensor]
 
 
 def _text(chance: Random, num_tokens: int) -> str:
-    """A text of `num_tokens` words, each of which is one token."""
+    """A text of `num_tokens` words of one token each."""
     return " ".join(f"w{chance.randrange(NUM_WORDS)}" for _ in range(num_tokens))

@@ -52,7 +52,7 @@ class RecordStore(RedisStore):
     async def put(
         self, owner: str, name: str, record: Record, *, anew: bool = False
     ) -> Sequence[tuple[str, Record]] | None:
-        """Store a record. An existing record is replaced only if `anew`.
+        """Store a record. `anew`: replace an existing record.
 
         Returns the records that were deleted to make room, with their names; None if the record is larger than
         `max_bytes`, and not stored.

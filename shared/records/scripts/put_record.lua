@@ -1,7 +1,7 @@
 -- Store a record of an owner. Expired records, then the oldest, are deleted to stay within the limits.
 -- KEYS: records (names by expiry in ms), sizes (bytes by name, and the sum under ''), reply (for a retry of the call)
 -- args: prefix (of the keys of records), name, ttl_ms, size, max_bytes, max_records, anew, reply_ms    raw: the record
--- Returns the deleted names and records, alternating. An existing record is replaced only if `anew`.
+-- Returns the deleted names and records, alternating. Without `anew`, an existing record stays.
 local args = cmsgpack.unpack(ARGV[1])
 local records, sizes = KEYS[1], KEYS[2]
 local reply = redis.call('GET', KEYS[3])

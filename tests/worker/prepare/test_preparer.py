@@ -160,29 +160,27 @@ class Maker:
         return make
 
 
-@pytest.fixture
-def maker() -> Maker:
-    return Maker()
-
-
-async def test_the_least_recently_used_image_is_evicted_first(maker):
-    cache = PixelCache(max_bytes=20)
+async def test_the_least_recently_used_image_is_evicted_first():
+    cache, maker = PixelCache(max_bytes=20), Maker()
     for name in ("a", "b", "a", "c", "a", "b"):
         assert await cache.get(name, maker(name)) == name.upper()
 
     assert maker.made == ["a", "b", "c", "b"]
 
 
-async def test_equal_images_are_made_once_even_if_the_first_request_is_cancelled(maker):
-    cache = PixelCache(max_bytes=100)
+async def test_an_image_is_made_once_for_all_its_requests_unless_all_are_cancelled():
+    cache, maker = PixelCache(max_bytes=100), Maker()
     maker.gate.clear()
-    first, second = (asyncio.create_task(cache.get("a", maker("a"))) for _ in range(2))
+    first, second, only = (asyncio.create_task(cache.get(name, maker(name))) for name in "aab")
     await settle()
     first.cancel()
+    only.cancel()
+    await settle()
     maker.gate.set()
 
     assert await second == "A"
-    assert maker.made == ["a"]
+    assert await cache.get("b", maker("b")) == "B"
+    assert maker.made == ["a", "b", "b"]
 
 
 @pytest.fixture
